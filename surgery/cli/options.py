@@ -1,0 +1,79 @@
+"""Options that several commands share, and what they become."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from surgery.errors import UsageError
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+SOURCE_OPTIONS = (
+    click.option(
+        "--on-duplicate",
+        type=click.Choice(["refuse", "index", "last"]),
+        default="refuse",
+        show_default=True,
+        help="A tensor in two files with other bytes: refuse, take the one the index names, or the last file's.",
+    ),
+    click.option(
+        "--allow-outside-links",
+        is_flag=True,
+        help="Follow links that leave the source directory (the hub cache's own links are always followed).",
+    ),
+)
+
+WRITING_OPTIONS = (
+    click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),
+    click.option("--plan-out", type=click.Path(path_type=Path), help="Also write the plan to this file."),
+    click.option("--json", "as_json", is_flag=True, help="A summary as one JSON document on stdout."),
+    click.option(
+        "--workers", type=click.IntRange(1, 64), default=2, show_default=True, help="Threads that copy."
+    ),
+    click.option(
+        "--memory", default="16MiB", show_default=True, help="Buffers for copying, all workers together."
+    ),
+    click.option(
+        "--overwrite", is_flag=True, help="Replace an earlier output of surgery; nothing foreign is touched."
+    ),
+    click.option(
+        "--verify",
+        "verify_mode",
+        type=click.Choice(["headers", "readback"]),
+        default="headers",
+        show_default=True,
+        help="Before publishing: read headers back, or every byte.",
+    ),
+)
+
+SHARD_OPTION = click.option(
+    "--max-shard-size", metavar="SIZE", help="Tensor bytes a file: 5GB (10^9) or 5GiB (2^30). Default 5GB."
+)
+
+
+def add_options(options: tuple[Callable[[Command], Command], ...]) -> Callable[[Command], Command]:
+    """A decorator that adds `options` in their order."""
+
+    def decorate(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def parse_renames(pairs: tuple[str, ...]) -> dict[str, str]:
+    """`--map OLD=NEW`, repeated, as a map. Raises `UsageError` for a pair without `=` or a repeated OLD."""
+    renames: dict[str, str] = {}
+    for pair in pairs:
+        old, equals, new = pair.rpartition("=") if pair.count("=") == 1 else pair.partition("=")
+        if not equals or not old:
+            raise UsageError(f"{pair!r} is not OLD=NEW", "--map", "write --map model.language_model=model")
+        if old in renames:
+            raise UsageError(f"{old!r} is mapped twice", "--map", "give each OLD once")
+        renames[old] = new
+    return renames

@@ -1,0 +1,40 @@
+"""What goes where: the answer and only that to stdout, all else to stderr."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from surgery.errors import SurgeryError, printable
+
+
+def emit(text: str) -> None:
+    """The answer, to stdout. Names in it must have been made printable."""
+    sys.stdout.write(text if text.endswith("\n") else text + "\n")
+
+
+def emit_json(document: Any) -> None:
+    """One JSON document on stdout, keys in the order given."""
+    import msgspec
+
+    data = msgspec.json.format(msgspec.json.encode(document), indent=2)
+    sys.stdout.write(data.decode() + "\n")
+
+
+def message(text: str) -> None:
+    """A remark to a person, on stderr; a reader that left must not end a job that writes."""
+    try:
+        sys.stderr.write(printable(text) + "\n")
+        sys.stderr.flush()
+    except OSError:
+        return
+
+
+def emit_error(error: SurgeryError, *, as_json: bool) -> None:
+    """The three lines on stderr; with --json the document on stdout, so that a pipeline sees it too."""
+    try:
+        if as_json:
+            emit_json({"error": error.as_json()})
+        sys.stderr.write("\n".join(error.lines()) + "\n")
+    except OSError:
+        return

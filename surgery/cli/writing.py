@@ -1,0 +1,325 @@
+"""The commands that write a checkpoint, and their plans: trim, repack, rename, run; plan, apply."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from surgery.checkpoint import Checkpoint
+from surgery.cli.options import SHARD_OPTION, SOURCE_OPTIONS, WRITING_OPTIONS, add_options, parse_renames
+from surgery.cli.output import emit, emit_json, message
+from surgery.cli.progress import ConsoleProgress
+from surgery.draft import Operation, draft_of
+from surgery.errors import OutputError, UsageError, printable
+from surgery.execute import Options, Outcome, allocated_nbytes, execute
+from surgery.operations.recipe import read_recipe, run_recipe
+from surgery.operations.rename import Rename
+from surgery.operations.repack import Repack
+from surgery.operations.trim import Trim
+from surgery.plan import Plan, make_plan
+from surgery.plan_file import decode_plan, plan_digest, read_plan, write_plan
+from surgery.plan_page import plan_page, plan_summary
+from surgery.sizes import human_size, parse_size
+from surgery.storage import local_path
+
+Operations = list[Operation]
+
+
+def make_plan_of(source: str, operations: Sequence[Operation], **source_options: Any) -> Plan:
+    """Open SRC, apply the operations, and plan."""
+    checkpoint = Checkpoint.open(source, **source_options)
+    for finding in checkpoint.findings:
+        message(f"{finding.severity}: {finding.what}" + (f" ({finding.where})" if finding.where else ""))
+    return make_plan(run_recipe(draft_of(checkpoint), operations))
+
+
+def carry_out(plan: Plan, out: Path | None, options: dict[str, Any]) -> None:
+    """What every writing command does with its plan: print it, or execute it and say what was written."""
+    digest = plan_digest(plan)
+    memory = parse_size(options["memory"], "--memory")
+    if options["plan_out"] is not None:
+        save_plan(plan, options["plan_out"])
+    if options["dry_run"]:
+        if options["as_json"]:
+            emit_json({**plan_summary(plan, digest), "dry_run": True})
+        else:
+            emit(plan_page(plan, digest, memory, _disk_nbytes(plan)))
+        return
+    if out is None:
+        raise UsageError("no OUT given", "OUT", "name the output directory")
+    outcome = execute(
+        plan,
+        out,
+        Options(
+            workers=options["workers"],
+            memory_nbytes=memory,
+            overwrite=options["overwrite"],
+            readback=options["verify_mode"] == "readback",
+        ),
+        ConsoleProgress("writing"),
+    )
+    if options["as_json"]:
+        emit_json({**plan_summary(plan, digest), "out": str(outcome.out), **_outcome(outcome)})
+    else:
+        emit(_told(plan, outcome))
+
+
+def _disk_nbytes(plan: Plan) -> int:
+    return allocated_nbytes(plan, [Path(plan.roots[s.root]) / s.name for s in plan.sources])
+
+
+def _outcome(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "already_finished": outcome.already,
+        "resumed_tensors": outcome.resumed,
+        "nbytes_written": outcome.nbytes_written,
+        "note": outcome.note,
+    }
+
+
+def _told(plan: Plan, outcome: Outcome) -> str:
+    totals = plan.totals
+    out = printable(str(outcome.out))
+    if outcome.already:
+        return f"{out} is the finished result of this plan already ({outcome.digest}); nothing was written"
+    lines = [
+        f"wrote {out}: {totals.tensors_out:,} tensors, {human_size(totals.nbytes_out)}, "
+        f"{len(plan.files)} file{'s' if len(plan.files) != 1 else ''}",
+        f"in {totals.tensors_in:,} = kept {totals.tensors_kept:,} + dropped {totals.tensors_dropped:,} tensors; "
+        f"{human_size(totals.nbytes_in)} = {human_size(totals.nbytes_kept)} + {human_size(totals.nbytes_dropped)}",
+    ]
+    if outcome.resumed:
+        lines.append(f"resumed: {outcome.resumed:,} tensors were there from an earlier run")
+    lines += [f"config: {c.path} {_short(c.old)} -> {_short(c.new)}" for c in plan.config_changes]
+    if outcome.note:
+        lines.append(f"note: {outcome.note}")
+    return "\n".join(lines)
+
+
+def _short(value: Any) -> str:
+    text = printable(str(value))
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def save_plan(plan: Plan, path: Path) -> None:
+    """Write the plan's JSON to `path`; `-` is stdout."""
+    if str(path) == "-":
+        write_plan(plan, sys.stdout.buffer)
+        return
+    try:
+        with path.open("wb") as file:
+            write_plan(plan, file)
+    except OSError as error:
+        raise OutputError(
+            f"cannot write the plan: {error.strerror}", str(path), "name another file"
+        ) from error
+
+
+Build = Callable[..., Operations]
+
+
+def _register(name: str, build: Build, options: tuple[Any, ...], text: str) -> click.Command:
+    """The writing command `name`, and its twin `plan name`; `build` makes the operations from the options."""
+
+    @click.command(name, help=text)
+    @click.argument("src")
+    @click.argument("out", type=click.Path(path_type=Path))
+    @add_options(options)
+    @add_options(SOURCE_OPTIONS)
+    @add_options(WRITING_OPTIONS)
+    def write(src: str, out: Path, **given: Any) -> None:
+        operations = build(**{key: given.pop(key) for key in _names(options)})
+        plan = make_plan_of(src, operations, **{key: given.pop(key) for key in _names(SOURCE_OPTIONS)})
+        carry_out(plan, out, given)
+
+    @plan_group.command(
+        name, help=f"The plan of `surgery {name}`. OUT may be left out: a plan does not name it."
+    )
+    @click.argument("src")
+    @click.argument("out", required=False)
+    @add_options(options)
+    @add_options(SOURCE_OPTIONS)
+    @PLAN_FILE_OPTION
+    def plan(src: str, out: str | None, plan_path: Path, **given: Any) -> None:
+        operations = build(**{key: given.pop(key) for key in _names(options)})
+        save_plan(make_plan_of(src, operations, **given), plan_path)
+
+    return write
+
+
+def _names(options: tuple[Any, ...]) -> list[str]:
+    """The parameter names that click gives to `options`."""
+
+    @add_options(options)
+    def holder() -> None: ...
+
+    return [parameter.name for parameter in holder.__click_params__]  # type: ignore[attr-defined]
+
+
+PLAN_FILE_OPTION = click.option(
+    "-o",
+    "--output",
+    "plan_path",
+    type=click.Path(path_type=Path),
+    default=Path("-"),
+    help="The plan file; stdout when left out.",
+)
+
+
+@click.group("plan")
+def plan_group() -> None:
+    """The plan of an operation as JSON: print it, compare it, keep it in git, run it elsewhere.
+
+    \b
+    Example:
+      surgery plan trim SRC --layers 0,6,7 -o plan.json
+      surgery apply plan.json OUT
+    """
+
+
+def _sharded(operations: Operations, max_shard_size: str | None) -> Operations:
+    return operations if max_shard_size is None else [*operations, Repack(max_shard_size)]
+
+
+def _build_trim(layers: tuple[str, ...], max_shard_size: str | None) -> Operations:
+    if not layers:
+        raise UsageError("no layers chosen", "--layers", "write --layers 0,6,7")
+    if len(layers) > 1:
+        raise UsageError("--layers is given twice for one stack", "--layers", "write them as one list: 0,6,7")
+    return _sharded([Trim(layers[0])], max_shard_size)
+
+
+def _build_repack(max_shard_size: str | None) -> Operations:
+    return [Repack() if max_shard_size is None else Repack(max_shard_size)]
+
+
+def _build_rename(pairs: tuple[str, ...], regex: bool, max_shard_size: str | None) -> Operations:
+    return _sharded([Rename(parse_renames(pairs), regex)], max_shard_size)
+
+
+trim_command = _register(
+    "trim",
+    _build_trim,
+    (
+        click.option(
+            "--layers",
+            multiple=True,
+            metavar="LIST",
+            help="Source layers in their new order: 0,6,7; 0-3 has both ends; a repeat copies the layer again.",
+        ),
+        SHARD_OPTION,
+    ),
+    """Keep some layers of SRC, under new numbers, with a config that says so; write OUT.
+
+    \b
+    Example:
+      surgery trim SRC OUT --layers 0,6,7
+      surgery trim SRC OUT --layers 0-3,60 --dry-run
+    """,
+)
+
+repack_command = _register(
+    "repack",
+    _build_repack,
+    (SHARD_OPTION,),
+    """The same tensors and config in storage shards of another size.
+
+    \b
+    Example:
+      surgery repack SRC OUT --max-shard-size 2GB
+    """,
+)
+
+rename_command = _register(
+    "rename",
+    _build_rename,
+    (
+        click.option(
+            "--map",
+            "pairs",
+            multiple=True,
+            metavar="OLD=NEW",
+            help="OLD a whole name or a dotted prefix. Repeatable; the first that matches counts.",
+        ),
+        click.option("--regex", is_flag=True, help="OLD is a Python pattern, NEW its replacement."),
+        SHARD_OPTION,
+    ),
+    """Other names for tensors; the config's quantisation module lists follow.
+
+    \b
+    Example:
+      surgery rename SRC OUT --map model.language_model=model
+    """,
+)
+
+
+@click.command("run")
+@click.argument("src")
+@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("recipe", type=click.Path(path_type=Path))
+@add_options(SOURCE_OPTIONS)
+@add_options(WRITING_OPTIONS)
+def run_command(src: str, out: Path, recipe: Path, **given: Any) -> None:
+    """Several operations in one pass: RECIPE is YAML, or the surgery.json of another output.
+
+    \b
+    Example recipe:
+      recipe:
+      - operation: trim
+        layers: 0,6,7
+      - operation: rename
+        map: {model.layers: decoder.layers}
+      - operation: repack
+        max_shard_size: 2GB
+    \b
+    Example:
+      surgery run SRC OUT recipe.yaml
+    """
+    operations = read_recipe(recipe)
+    plan = make_plan_of(src, operations, **{key: given.pop(key) for key in _names(SOURCE_OPTIONS)})
+    carry_out(plan, out, given)
+
+
+@plan_group.command("run", help="The plan of `surgery run`: SRC [OUT] RECIPE.")
+@click.argument("src")
+@click.argument("out_and_recipe", nargs=-1, required=True, metavar="[OUT] RECIPE")
+@add_options(SOURCE_OPTIONS)
+@PLAN_FILE_OPTION
+def plan_run(src: str, out_and_recipe: tuple[str, ...], plan_path: Path, **given: Any) -> None:
+    if len(out_and_recipe) > 2:
+        raise UsageError(f"{len(out_and_recipe)} arguments after SRC", "plan run", "write SRC [OUT] RECIPE")
+    save_plan(make_plan_of(src, read_recipe(Path(out_and_recipe[-1])), **given), plan_path)
+
+
+@click.command("apply")
+@click.argument("plan_path", metavar="PLAN", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option(
+    "--source", "sources", multiple=True, help="Where SRC lies on this machine, if not where the plan says."
+)
+@add_options(WRITING_OPTIONS)
+def apply_command(plan_path: Path, out: Path, sources: tuple[str, ...], **given: Any) -> None:
+    """Carry out PLAN (a file that `surgery plan` wrote; - is stdin) and write OUT.
+
+    \b
+    Example:
+      surgery apply plan.json OUT
+    """
+    import msgspec
+
+    plan = decode_plan(sys.stdin.buffer.read(), "stdin") if str(plan_path) == "-" else read_plan(plan_path)
+    if sources:
+        if len(sources) != len(plan.roots):
+            raise UsageError(
+                f"{len(sources)} sources given, the plan reads {len(plan.roots)}",
+                "--source",
+                "give each in order",
+            )
+        plan = msgspec.structs.replace(
+            plan, roots=tuple(str(local_path(source).resolve()) for source in sources)
+        )
+    carry_out(plan, out, given)

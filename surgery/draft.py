@@ -1,0 +1,184 @@
+"""Draft: the checkpoint an operation sees and the one it returns. No bytes move here.
+
+A fresh draft of a checkpoint is its identity. An operation is a frozen dataclass with `apply(draft) -> Draft`: it
+changes names, tensors and config together and says what it dropped and why. A tensor's origin is the stored tensor
+that it holds (`Tile.source.name`), a layer's is `Draft.layers`, so a later operation of the same recipe can still be
+told things in the source's terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import msgspec
+
+from surgery.checkpoint import Checkpoint
+from surgery.errors import CannotApply, Finding
+from surgery.tiling import Content, sources
+
+Json = Any
+Config = dict[str, Json]
+
+
+class SourceFile(msgspec.Struct, frozen=True):
+    """One safetensors file that a draft reads, and what identifies its state. `root` counts `Draft.roots`."""
+
+    root: int
+    name: str
+    nbytes: int
+    data_offset: int
+    header_digest: str
+
+
+class SideFile(msgspec.Struct, frozen=True):
+    """A file that travels with the weights: copied from a root, or written from `text`."""
+
+    name: str
+    root: int = -1
+    source_name: str = ""
+    text: str | None = None
+
+
+class Dropped(msgspec.Struct, frozen=True, gc=False):
+    """A source tensor that no output holds, and the rule that says why."""
+
+    tensor: str
+    nbytes: int
+    rule: str
+
+
+class ConfigChange(msgspec.Struct, frozen=True):
+    """One config value, old -> new, the rule that changed it and the programs (readers) it serves."""
+
+    path: str
+    old: Json
+    new: Json
+    rule: str
+    reader: str = "all"
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """Something that was settled on the way and that a person may want to know."""
+
+    rule: str
+    what: str
+
+
+class Draft(msgspec.Struct, frozen=True):
+    """An ordered map name -> content, the config, the side files, and a log of what was decided.
+
+    `layers` has, per stack prefix of the source (`model.layers.`), the source layer ids in their present order.
+    `metadata` are the header strings of the output files. `side_files_only` is for a `--dummy` output.
+    """
+
+    roots: tuple[Path, ...]
+    files: tuple[SourceFile, ...]
+    tensors: dict[str, Content]
+    config: Config | None
+    config_text: str | None
+    side_files: tuple[SideFile, ...]
+    metadata: dict[str, str]
+    base_name: str
+    source_tensors: int
+    source_nbytes: int
+    absent: tuple[str, ...] = ()
+    dropped: tuple[Dropped, ...] = ()
+    config_changes: tuple[ConfigChange, ...] = ()
+    decisions: tuple[Decision, ...] = ()
+    layers: dict[str, list[int]] = {}
+    recipe: tuple[dict[str, Json], ...] = ()
+    max_shard_bytes: int | None = None
+
+
+@runtime_checkable
+class Operation(Protocol):
+    """What can be done to a draft: frozen data whose fields are the recipe's keys and the command's flags."""
+
+    def apply(self, draft: Draft) -> Draft: ...
+
+
+def changed(draft: Draft, **fields: Any) -> Draft:
+    """`draft` with `fields` replaced."""
+    return msgspec.structs.replace(draft, **fields)
+
+
+def noted(draft: Draft, rule: str, what: str) -> Draft:
+    return changed(draft, decisions=(*draft.decisions, Decision(rule, what)))
+
+
+def draft_of(checkpoint: Checkpoint) -> Draft:
+    """The identity of `checkpoint`: every tensor whole, config and side files as they are."""
+    card = "README.md"
+    ours = (checkpoint.root / "surgery.json").is_file()
+    side_files = []
+    for side in checkpoint.side_files:
+        if side.name != card:
+            side_files.append(SideFile(side.name, 0, side.name))
+        elif not ours:
+            # Our own card takes the name; the publisher's (licence, citation) stays beside it.
+            side_files.append(SideFile("README.source.md", 0, side.name))
+    config_path = checkpoint.root / "config.json"
+    return Draft(
+        roots=(checkpoint.root,),
+        files=tuple(
+            SourceFile(0, f.name, f.nbytes, f.data_offset, f.header_digest) for f in checkpoint.files
+        ),
+        tensors=dict(checkpoint.tensors),
+        config=checkpoint.config,
+        config_text=config_path.read_text("utf-8") if checkpoint.config is not None else None,
+        side_files=tuple({side.name: side for side in side_files}.values()),
+        metadata=common_metadata(f.metadata for f in checkpoint.files),
+        base_name=checkpoint.base_name
+        if not checkpoint.variant
+        else f"{checkpoint.base_name}.{checkpoint.variant}",
+        source_tensors=len(checkpoint.tensors),
+        source_nbytes=sum(tensor.nbytes for tensor in checkpoint.tensors.values()),
+        absent=tuple(f.tensor for f in checkpoint.findings if f.kind == "ghost-index-entry" and f.tensor),
+        decisions=tuple(_decision(finding) for finding in checkpoint.findings),
+    )
+
+
+def _decision(finding: Finding) -> Decision:
+    return Decision(finding.kind, finding.what + (f" ({finding.where})" if finding.where else ""))
+
+
+def common_metadata(per_file: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """The header strings that every source file agrees on, `format: pt` where none says a format, keys sorted.
+
+    Older loaders read `format` and crash without it (case X17); strings that differ from file to file say
+    something of one file, which an output file is not.
+    """
+    common: dict[str, str] | None = None
+    for metadata in per_file:
+        if common is None:
+            common = dict(metadata)
+        else:
+            common = {key: value for key, value in common.items() if metadata.get(key) == value}
+    return dict(sorted({"format": "pt", **(common or {})}.items()))
+
+
+def require_present(draft: Draft) -> None:
+    """Refuse where a tensor that the output needs is only named by the source's index (case X06)."""
+    if draft.absent:
+        raise CannotApply(
+            f"the index names {len(draft.absent)} tensors that no file holds, first {draft.absent[0]}",
+            "index of the source",
+            "get the missing tensor; `surgery index SRC` prints the index that the files deserve",
+        )
+
+
+def with_tensors(draft: Draft, tensors: dict[str, Content], gone: Mapping[str, str]) -> Draft:
+    """`draft` with `tensors`; `gone` has the names of the present draft that are left out, each with its rule.
+
+    A stored tensor counts as dropped where no other tensor of the new draft takes bytes from it.
+    """
+    kept = {(s.file, s.name) for content in tensors.values() for s in sources(content)} if gone else set()
+    dropped: dict[tuple[int, str], Dropped] = {}
+    for name, rule in gone.items():
+        for source in sources(draft.tensors[name]):
+            key = (source.file, source.name)
+            if key not in kept:
+                dropped[key] = Dropped(source.name, source.nbytes, rule)
+    return changed(draft, tensors=tensors, dropped=(*draft.dropped, *dropped.values()))

@@ -1,0 +1,130 @@
+"""The manifest, `surgery.json`: what was written, where it came from, and every checksum.
+
+It names no paths of this machine, no host and no time: the same plan gives the same bytes. Written a tensor a
+line and never held as one string.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from surgery.draft import ConfigChange, Decision, Dropped, Json, SourceFile
+from surgery.errors import SourceError
+from surgery.plan import Plan, PlannedTensor, Totals
+from surgery.tiling import Tiling
+
+MANIFEST_NAME = "surgery.json"
+MANIFEST_FORMAT = 1
+
+
+class ManifestFile(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A file of the output: its size, and the hash of its whole or, for weights, of its header (length included)."""
+
+    nbytes: int
+    xxh3_128: str = ""
+    header_xxh3_128: str = ""
+
+
+class ManifestTensor(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """A tensor of the output: a whole copy of `source` (a name in source file `source_file`), or a `tiling`."""
+
+    name: str
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    xxh3_128: str
+    source: str | None = None
+    source_file: int | None = None
+    tiling: Tiling | None = None
+
+
+class ManifestHead(msgspec.Struct, frozen=True):
+    """What it takes to know whose output a directory is."""
+
+    format: int
+    tool: str
+    plan: str
+    files: dict[str, ManifestFile]
+
+    def file_names(self) -> list[str]:
+        return sorted(self.files)
+
+
+class Manifest(ManifestHead, frozen=True):
+    """The whole manifest, as `verify` reads it."""
+
+    recipe: tuple[dict[str, Json], ...]
+    layers: dict[str, list[int]]
+    config_changes: tuple[ConfigChange, ...]
+    decisions: tuple[Decision, ...]
+    totals: Totals
+    sources: tuple[SourceFile, ...]
+    dropped: tuple[Dropped, ...]
+    tensors: tuple[ManifestTensor, ...]
+
+
+def write_manifest(
+    file: BinaryIO, plan: Plan, digest: str, files: dict[str, ManifestFile], checksum: Callable[[int], str]
+) -> None:
+    """Stream the manifest of a finished plan; `checksum(n)` is the xxh3-128 of the plan's n-th tensor."""
+    encode = msgspec.json.Encoder(decimal_format="number").encode
+    file.write(b'{"format":%d,"tool":%s,"plan":"%s"' % (MANIFEST_FORMAT, encode(plan.tool), digest.encode()))
+    for field in ("recipe", "layers", "config_changes", "decisions", "totals"):
+        file.write(b',\n"%s":' % field.encode() + encode(getattr(plan, field)))
+    # Which root a source file belongs to and what identifies it; never where it lay.
+    file.write(b',\n"sources":' + encode(plan.sources))
+    file.write(b',\n"files":{')
+    for number, (name, entry) in enumerate(sorted(files.items())):
+        file.write(b"%s\n%s:%s" % (b"," if number else b"", encode(name), encode(entry)))
+    file.write(b'},\n"dropped":[')
+    for number, dropped in enumerate(plan.dropped):
+        file.write(b"%s\n%s" % (b"," if number else b"", encode(dropped)))
+    file.write(b'],\n"tensors":[')
+    for number, tensor in enumerate(_tensors(plan, checksum)):
+        file.write(b"%s\n%s" % (b"," if number else b"", encode(tensor)))
+    file.write(b"]}\n")
+
+
+def _tensors(plan: Plan, checksum: Callable[[int], str]) -> Iterator[ManifestTensor]:
+    ordinal = 0
+    for planned in plan.files:
+        for tensor in planned.tensors:
+            yield _tensor(tensor, planned.name, checksum(ordinal))
+            ordinal += 1
+
+
+def _tensor(tensor: PlannedTensor, file: str, digest: str) -> ManifestTensor:
+    whole = tensor.whole
+    if whole is None:
+        return ManifestTensor(tensor.name, file, tensor.dtype, tensor.shape, digest, tiling=tensor.tiling)
+    return ManifestTensor(tensor.name, file, whole.dtype, whole.shape, digest, whole.name, whole.file)
+
+
+def read_head(directory: Path) -> ManifestHead | None:
+    """The head of the manifest in `directory`; None where there is none that can be read."""
+    try:
+        data = (directory / MANIFEST_NAME).read_bytes()
+        return msgspec.json.decode(data, type=ManifestHead)
+    except (OSError, msgspec.DecodeError, RecursionError):
+        return None
+
+
+def read_manifest(directory: Path) -> Manifest | None:
+    """The manifest in `directory`; None where there is none. Raises `SourceError` for one that cannot be read."""
+    path = directory / MANIFEST_NAME
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise SourceError(f"cannot read the manifest: {error.strerror}", str(path)) from error
+    try:
+        return msgspec.json.decode(data, type=Manifest)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise SourceError(
+            f"the manifest is damaged: {error}", str(path), "make the output again, or remove the manifest"
+        ) from error

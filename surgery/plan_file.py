@@ -1,0 +1,94 @@
+"""A plan as JSON: one line a tensor, so that it can be compared and kept in git; and the digest that names it.
+
+Written and hashed in pieces: a plan of a million tensors never exists as one string.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+import xxhash
+
+from surgery.errors import SourceError, UsageError
+from surgery.plan import PLAN_FORMAT, Plan, check_plan
+
+_LISTS = ("sources", "side_files", "checks", "dropped", "config_changes", "decisions")
+
+
+def plan_digest(plan: Plan) -> str:
+    """xxh3-128 of the plan's JSON without `roots`: the same job from another place has the same digest."""
+    hasher = xxhash.xxh3_128()
+    for piece in _pieces(plan, with_roots=False):
+        hasher.update(piece)
+    return hasher.hexdigest()
+
+
+def write_plan(plan: Plan, file: BinaryIO) -> None:
+    for piece in _pieces(plan, with_roots=True):
+        file.write(piece)
+
+
+def _pieces(plan: Plan, *, with_roots: bool) -> Iterator[bytes]:
+    encode = msgspec.json.Encoder(decimal_format="number").encode
+    yield b'{"format":%d,"tool":%s' % (plan.format, encode(plan.tool))
+    if with_roots:
+        yield b',\n"roots":' + encode(plan.roots)
+    for field in ("recipe", "metadata", "index", "layers", "totals"):
+        yield b',\n"%s":' % field.encode() + encode(getattr(plan, field))
+    for field in _LISTS:
+        yield b',\n"%s":' % field.encode()
+        yield from _lines(encode(item) for item in getattr(plan, field))
+    yield b',\n"files":['
+    for number, planned in enumerate(plan.files):
+        yield b'%s\n{"name":%s,"nbytes":%d,"tensors":' % (
+            b"," if number else b"",
+            encode(planned.name),
+            planned.nbytes,
+        )
+        yield from _lines(encode(tensor) for tensor in planned.tensors)
+        yield b"}"
+    yield b"]}\n"
+
+
+def _lines(items: Iterable[bytes]) -> Iterator[bytes]:
+    """A JSON list, an item a line."""
+    yield b"["
+    separator = b"\n"
+    for item in items:
+        yield separator + item
+        separator = b",\n"
+    yield b"]"
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan in `path`, judged as any plan is. Raises `SourceError` for a file that is none."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise SourceError(f"cannot read the plan: {error.strerror}", str(path), "name a plan file") from error
+    return decode_plan(data, str(path))
+
+
+def decode_plan(data: bytes, where: str) -> Plan:
+    try:
+        version: Any = msgspec.json.decode(data, type=_Version).format
+        if version != PLAN_FORMAT:
+            raise UsageError(
+                f"plan format {version}; this surgery reads format {PLAN_FORMAT}",
+                where,
+                "make the plan again with this version",
+            )
+        plan = msgspec.json.decode(data, type=Plan)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise SourceError(
+            f"not a plan: {error}", where, "make the plan again with `surgery plan ... -o plan.json`"
+        ) from error
+    check_plan(plan)
+    return plan
+
+
+class _Version(msgspec.Struct):
+    format: int
