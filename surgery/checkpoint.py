@@ -168,16 +168,12 @@ class _Survey:
             self.fault("unreadable-file", f"{name}: {error.what}", name, error.mend)
             return
         for deviation in header.deviations:
-            self.note(
-                "header-deviation", f"{name}: {deviation}", name, "`surgery repack` writes it by the book"
-            )
+            self.note("header-deviation", f"{name}: {deviation}", name, "`surgery repack` writes it by the book")
         status = path.stat()
         blocks = getattr(status, "st_blocks", None)
         allocated = status.st_size if blocks is None else min(status.st_size, blocks * 512)
         self.files.append(
-            SourceFile(
-                name, header.file_nbytes, header.digest, header.data_offset, allocated, header.metadata or {}
-            )
+            SourceFile(name, header.file_nbytes, header.digest, header.data_offset, allocated, header.metadata or {})
         )
         for tensor in header.tensors:
             there = self.tensors.get(tensor.name)
@@ -202,14 +198,10 @@ class _Survey:
             )
             return by_index
         if self.on_duplicate == "index" and indexed in names:
-            self.note(
-                "duplicate-tensor", f"{first.name} is taken from {indexed}, as the index says", indexed or ""
-            )
+            self.note("duplicate-tensor", f"{first.name} is taken from {indexed}, as the index says", indexed or "")
             return by_index
         if self.on_duplicate == "last":
-            self.note(
-                "duplicate-tensor", f"{first.name} is taken from {names[1]}, the last that holds it", names[1]
-            )
+            self.note("duplicate-tensor", f"{first.name} is taken from {names[1]}, the last that holds it", names[1])
             return second
         self.fault(
             "duplicate-tensor",
@@ -222,7 +214,8 @@ class _Survey:
 
     def _compare_index(self, model: ModelFiles) -> None:
         """Index against headers, both ways."""
-        assert model.index is not None and model.index_name is not None
+        assert model.index is not None
+        assert model.index_name is not None
         read = {file.name for file in self.files}
         where = model.index_name
         mend = f"`surgery index DIR` prints the index that the files deserve; {where} is stale"
@@ -316,9 +309,7 @@ class _Survey:
             self.fault("config", f"config.json: {error.what}", "config.json", error.mend)
             return None
         if not isinstance(config, dict):
-            self.fault(
-                "config", "config.json is not a JSON object", "config.json", "get the model's config again"
-            )
+            self.fault("config", "config.json is not a JSON object", "config.json", "get the model's config again")
             return None
         self._judge_dtype(config)
         return config

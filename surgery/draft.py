@@ -122,17 +122,13 @@ def draft_of(checkpoint: Checkpoint) -> Draft:
     config_path = checkpoint.root / "config.json"
     return Draft(
         roots=(checkpoint.root,),
-        files=tuple(
-            SourceFile(0, f.name, f.nbytes, f.data_offset, f.header_digest) for f in checkpoint.files
-        ),
+        files=tuple(SourceFile(0, f.name, f.nbytes, f.data_offset, f.header_digest) for f in checkpoint.files),
         tensors=dict(checkpoint.tensors),
         config=checkpoint.config,
         config_text=config_path.read_text("utf-8") if checkpoint.config is not None else None,
         side_files=tuple({side.name: side for side in side_files}.values()),
         metadata=common_metadata(f.metadata for f in checkpoint.files),
-        base_name=checkpoint.base_name
-        if not checkpoint.variant
-        else f"{checkpoint.base_name}.{checkpoint.variant}",
+        base_name=checkpoint.base_name if not checkpoint.variant else f"{checkpoint.base_name}.{checkpoint.variant}",
         source_tensors=len(checkpoint.tensors),
         source_nbytes=sum(tensor.nbytes for tensor in checkpoint.tensors.values()),
         absent=tuple(f.tensor for f in checkpoint.findings if f.kind == "ghost-index-entry" and f.tensor),

@@ -10,7 +10,7 @@ import errno
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -19,7 +19,7 @@ import xxhash
 
 from surgery import kernel
 from surgery.errors import OutputError, SourceError
-from surgery.gather import Part, run_group
+from surgery.gather import run_group
 from surgery.groups import Group, Layout, units
 from surgery.journal import Done, Journal, read_journals
 from surgery.manifest import MANIFEST_NAME, ManifestFile, write_manifest
@@ -73,13 +73,14 @@ class Progress:
     def close(self) -> None: ...
 
 
-def execute(plan: Plan, out: Path, options: Options = Options(), progress: Progress | None = None) -> Outcome:
+def execute(plan: Plan, out: Path, options: Options | None = None, progress: Progress | None = None) -> Outcome:
     """Write the output of `plan` at `out`.
 
     Raises `SourceError` where the source is not what the plan expects or a check of its bytes fails, `OutputError`
     where the output cannot be written. Whatever happens there is no directory at `out` unless it is whole; run
     again to resume.
     """
+    options = options or Options()
     digest = plan_digest(plan)
     roots = [Path(root) for root in plan.roots]
     if out.exists() and finished(out, digest) is not None:
@@ -96,9 +97,7 @@ def execute(plan: Plan, out: Path, options: Options = Options(), progress: Progr
 class _Run:
     """One run of one plan in a locked staging directory."""
 
-    def __init__(
-        self, plan: Plan, digest: str, staging: Staging, options: Options, progress: Progress
-    ) -> None:
+    def __init__(self, plan: Plan, digest: str, staging: Staging, options: Options, progress: Progress) -> None:
         self.plan = plan
         self.digest = digest
         self.staging = staging
@@ -215,9 +214,7 @@ class _Run:
     def _require_space(self) -> None:
         """Refuse now what the disk cannot hold, counting blocks for sparse sources and what a resume has already."""
         needed = allocated_nbytes(self.plan, self.source_paths)
-        have = sum(
-            path.stat().st_blocks * 512 for path in self.out_paths if path.exists() and hasattr(os, "statvfs")
-        )
+        have = sum(path.stat().st_blocks * 512 for path in self.out_paths if path.exists() and hasattr(os, "statvfs"))
         free = free_nbytes(self.staging.path)
         if free is not None and needed - have > free:
             raise OutputError(
@@ -317,9 +314,7 @@ class _Run:
         return ManifestFile(file.nbytes, header_xxh3_128=header.digest)
 
     def _hash_again(self, file: PlannedFile, path: Path) -> None:
-        first = next(
-            n for n, planned in zip(self.layout.firsts, self.plan.files, strict=True) if planned is file
-        )
+        first = next(n for n, planned in zip(self.layout.firsts, self.plan.files, strict=True) if planned is file)
         buffer = memoryview(bytearray(1 << 20))
         outputs = Outputs([path], window=False, sparse=False)
         try:
@@ -444,9 +439,8 @@ def allocated_nbytes(plan: Plan, source_paths: Sequence[Path]) -> int:
     shares = []
     for path in source_paths:
         status = path.stat()
-        blocks = getattr(status, "st_blocks", None)
-        sparse = blocks is not None and blocks * 512 < status.st_size
-        shares.append(blocks * 512 / max(1, status.st_size) if sparse else 1.0)
+        allocated = getattr(status, "st_blocks", 1 << 62) * 512
+        shares.append(min(1.0, allocated / max(1, status.st_size)))
     side = sum(file.nbytes for file in plan.side_files)
     if all(share == 1.0 for share in shares):
         return sum(file.nbytes for file in plan.files) + side

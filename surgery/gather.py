@@ -44,8 +44,8 @@ def run_group(channel: Channel, parts: Sequence[Part]) -> None:
     _run(channel, list(parts), late)
     for part in late:
         # The bytes to compare with are only in the output by now.
-        for slab in _slabs_of_one(part, len(channel.buffer)):
-            _shot(channel, [slab], late=None)
+        for piece in _slabs_of_one(part, len(channel.buffer)):
+            _shot(channel, [piece], late=None)
 
 
 def _run(channel: Channel, parts: list[Part], late: list[Part]) -> None:
@@ -68,18 +68,15 @@ def _run_phase(channel: Channel, phase: list[Part], late: list[Part]) -> None:
         step = max(1, count * len(channel.buffer) // max(need, 1)) if not _wasteful(phase) else 1
         step = min(step, max(1, count // 2))
         for start in range(0, count, step):
-            slab = [
-                _slab(part, lead, start, min(step, count - start))
-                for part, lead in zip(phase, leads, strict=True)
-            ]
+            slab = [_slab(part, lead, start, min(step, count - start)) for part, lead in zip(phase, leads, strict=True)]
             _run(channel, slab, late)
         return
     for part in phase:
         if part.role == "equal":
             late.append(part)
         else:
-            for slab in _slabs_of_one(part, len(channel.buffer)):
-                _shot(channel, [slab], late)
+            for piece in _slabs_of_one(part, len(channel.buffer)):
+                _shot(channel, [piece], late)
 
 
 def _is_plain_copy(part: Part) -> bool:
@@ -256,9 +253,7 @@ def _shot(channel: Channel, phase: Sequence[Part], late: list[Part] | None) -> N
                 read.append((file, start, end, piece))
 
     def source_view(move: Move) -> numpy.ndarray[Any, Any]:
-        start, piece = next(
-            (s, p) for f, s, e, p in read if f == move.source_file and s <= move.source_start < e
-        )
+        start, piece = next((s, p) for f, s, e, p in read if f == move.source_file and s <= move.source_start < e)
         return _strided(piece, move.source_start - start, move.axes, side=1)
 
     for part in phase:

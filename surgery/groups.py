@@ -12,7 +12,7 @@ import xxhash
 from surgery.gather import Part
 from surgery.journal import Done
 from surgery.moves import box_move, moves
-from surgery.plan import Check, Plan
+from surgery.plan import Check, Plan, PlannedTensor
 from surgery.safetensors_file import StoredTensor
 from surgery.tiling import Tiling, sources
 from surgery.transfer import Segment
@@ -73,9 +73,7 @@ class Group(msgspec.Struct, frozen=True):
             else:
                 shape = Tiling(check.tile.source.dtype, check.tile.shape, ())
                 box = msgspec.structs.replace(check.tile, offset=(0,) * len(check.tile.shape))
-                move = msgspec.structs.replace(
-                    box_move(box, shape, label), element=bytes.fromhex(check.element)
-                )
+                move = msgspec.structs.replace(box_move(box, shape, label), element=bytes.fromhex(check.element))
                 parts.append(Part(move, None, "constant", label))
         return parts
 
@@ -83,10 +81,7 @@ class Group(msgspec.Struct, frozen=True):
 def units(plan: Plan, layout: Layout, done: Done) -> Iterator[Group | list[Segment]]:
     """Everything that is not done: plain copies in source order, then the groups in source order."""
     complex_sources = {
-        _key(source)
-        for tensor in plan.tensors()
-        if tensor.tiling is not None
-        for source in sources(tensor.tiling)
+        _key(source) for tensor in plan.tensors() if tensor.tiling is not None for source in sources(tensor.tiling)
     }
     complex_sources |= {_key(check.tile.source) for check in plan.checks}
     checked = {check.tensor for check in plan.checks}
@@ -141,9 +136,9 @@ def _batches(segments: Iterator[Segment]) -> Iterator[list[Segment]]:
 
 def _groups(
     plan: Plan,
-    by_ordinal: list,
+    by_ordinal: list[PlannedTensor],
     grouped: list[int],
-    done: Done,  # type: ignore[type-arg]
+    done: Done,
 ) -> Iterator[Group]:
     """Connected sets of outputs and checks over shared sources, each not yet wholly done."""
     parent: dict[object, object] = {}
@@ -182,7 +177,7 @@ def _groups(
         )
 
 
-def _first_source(by_ordinal: list, member: tuple[list[int], list[Check]]) -> tuple[int, int, str]:  # type: ignore[type-arg]
+def _first_source(by_ordinal: list[PlannedTensor], member: tuple[list[int], list[Check]]) -> tuple[int, int, str]:
     ordinals, checks = member
     keys = [_key(source) for ordinal in ordinals for source in sources(by_ordinal[ordinal].content)]
     keys += [_key(check.tile.source) for check in checks]

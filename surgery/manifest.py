@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
+import xxhash
 
 from surgery.draft import ConfigChange, Decision, Dropped, Json, SourceFile
 from surgery.errors import SourceError
@@ -19,6 +20,8 @@ from surgery.tiling import Tiling
 
 MANIFEST_NAME = "surgery.json"
 MANIFEST_FORMAT = 1
+SELF_CHECKSUM = b',\n"xxh3_128":"%s"}\n'
+"""The end of a manifest: the checksum of everything before it."""
 
 
 class ManifestFile(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -70,23 +73,34 @@ class Manifest(ManifestHead, frozen=True):
 def write_manifest(
     file: BinaryIO, plan: Plan, digest: str, files: dict[str, ManifestFile], checksum: Callable[[int], str]
 ) -> None:
-    """Stream the manifest of a finished plan; `checksum(n)` is the xxh3-128 of the plan's n-th tensor."""
+    """Stream the manifest of a finished plan; `checksum(n)` is the xxh3-128 of the plan's n-th tensor.
+
+    Its last entry is the xxh3-128 of every byte before that entry, so that damage to the manifest itself shows.
+    """
+    hasher = xxhash.xxh3_128()
+    for piece in _pieces(plan, digest, files, checksum):
+        hasher.update(piece)
+        file.write(piece)
+    file.write(SELF_CHECKSUM % hasher.hexdigest().encode())
+
+
+def _pieces(plan: Plan, digest: str, files: dict[str, ManifestFile], checksum: Callable[[int], str]) -> Iterator[bytes]:
     encode = msgspec.json.Encoder(decimal_format="number").encode
-    file.write(b'{"format":%d,"tool":%s,"plan":"%s"' % (MANIFEST_FORMAT, encode(plan.tool), digest.encode()))
+    yield b'{"format":%d,"tool":%s,"plan":"%s"' % (MANIFEST_FORMAT, encode(plan.tool), digest.encode())
     for field in ("recipe", "layers", "config_changes", "decisions", "totals"):
-        file.write(b',\n"%s":' % field.encode() + encode(getattr(plan, field)))
+        yield b',\n"%s":' % field.encode() + encode(getattr(plan, field))
     # Which root a source file belongs to and what identifies it; never where it lay.
-    file.write(b',\n"sources":' + encode(plan.sources))
-    file.write(b',\n"files":{')
+    yield b',\n"sources":' + encode(plan.sources)
+    yield b',\n"files":{'
     for number, (name, entry) in enumerate(sorted(files.items())):
-        file.write(b"%s\n%s:%s" % (b"," if number else b"", encode(name), encode(entry)))
-    file.write(b'},\n"dropped":[')
+        yield b"%s\n%s:%s" % (b"," if number else b"", encode(name), encode(entry))
+    yield b'},\n"dropped":['
     for number, dropped in enumerate(plan.dropped):
-        file.write(b"%s\n%s" % (b"," if number else b"", encode(dropped)))
-    file.write(b'],\n"tensors":[')
+        yield b"%s\n%s" % (b"," if number else b"", encode(dropped))
+    yield b'],\n"tensors":['
     for number, tensor in enumerate(_tensors(plan, checksum)):
-        file.write(b"%s\n%s" % (b"," if number else b"", encode(tensor)))
-    file.write(b"]}\n")
+        yield b"%s\n%s" % (b"," if number else b"", encode(tensor))
+    yield b"]"
 
 
 def _tensors(plan: Plan, checksum: Callable[[int], str]) -> Iterator[ManifestTensor]:

@@ -87,7 +87,7 @@ def _unindexed(singles: list[str], findings: list[Finding]) -> ModelFiles:
         _fault(
             findings,
             "rank-partition",
-            f"{len(ranks)} files are rank partitions of a tensor-parallel layout (first {ranks[0]}), not storage shards",
+            f"{len(ranks)} files are tensor-parallel rank partitions (first {ranks[0]}), not storage shards",
             "this version reads Hugging Face layouts only",
             ranks[0],
         )
@@ -190,9 +190,7 @@ def _judge_missing(model: ModelFiles, entries: list[str], root: Path, findings: 
     lost = sum(counts[name] for name in missing)
     others = [name for name in entries if _SHARD_FILE.fullmatch(name) and name not in model.names]
     stale = (
-        f"; {len(others)} other shards are there (first {others[0]}): the index is of another save"
-        if others
-        else ""
+        f"; {len(others)} other shards are there (first {others[0]}): the index is of another save" if others else ""
     )
     _fault(
         findings,
@@ -208,9 +206,7 @@ def _judge_missing(model: ModelFiles, entries: list[str], root: Path, findings: 
     )
     model.names = [name for name in model.names if name not in missing]
     model.index = (
-        {name: file for name, file in model.index.items() if file not in missing}
-        if not others
-        else model.index
+        {name: file for name, file in model.index.items() if file not in missing} if not others else model.index
     )
 
 
@@ -230,9 +226,7 @@ def read_json(path: Path, max_nbytes: int, where: str) -> Any:
     """A small JSON file, keys in order and unique. Raises `SourceError` with the place of the fault."""
     data = read_bytes(path, max_nbytes, where)
     if data.startswith(b"\xef\xbb\xbf"):
-        raise SourceError(
-            "it begins with a byte order mark, which JSON forbids", where, "save it as UTF-8 without BOM"
-        )
+        raise SourceError("it begins with a byte order mark, which JSON forbids", where, "save it as UTF-8 without BOM")
     if data.startswith(b"version https://git-lfs"):
         raise SourceError("a Git LFS pointer, not the file", where, "run `git lfs pull`")
     try:

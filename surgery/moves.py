@@ -111,9 +111,7 @@ def coverage_fault(content: Content) -> str | None:
             return f"a box of {len(box.shape)} axes in a tensor of {len(content.shape)}"
         for low, size, whole in zip(box.offset, box.shape, content.shape, strict=True):
             if low < 0 or size < 1 or low + size > whole:
-                return (
-                    f"the box at {list(box.offset)} of shape {list(box.shape)} leaves {list(content.shape)}"
-                )
+                return f"the box at {list(box.offset)} of shape {list(box.shape)} leaves {list(content.shape)}"
         if isinstance(box, Tile) and (fault := _source_fault(box, content.dtype)):
             return fault
         if isinstance(box, Fill) and len(box.element) * 4 != math.lcm(DTYPE_BITS[content.dtype], 8):

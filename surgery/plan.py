@@ -187,9 +187,7 @@ def pack(
     data_nbytes = header_nbytes = 0
     for name, content in tensors.items():
         entry_nbytes = len(name.encode()) * 2 + _HEADER_ENTRY_NBYTES
-        full = (
-            data_nbytes + content.nbytes > limit or header_nbytes + entry_nbytes > MAX_HEADER_NBYTES - 65536
-        )
+        full = data_nbytes + content.nbytes > limit or header_nbytes + entry_nbytes > MAX_HEADER_NBYTES - 65536
         if shards[-1] and full:
             shards.append([])
             data_nbytes = header_nbytes = 0
@@ -204,9 +202,7 @@ def pack(
             if len(shards) == 1
             else f"{base_name}-{number:05d}-of-{len(shards):05d}.safetensors"
         )
-        yield PlannedFile(
-            file_name, len(header) + end, tuple(_planned(name, tensors[name]) for name, _ in placed)
-        )
+        yield PlannedFile(file_name, len(header) + end, tuple(_planned(name, tensors[name]) for name, _ in placed))
 
 
 def _planned(name: str, content: Content) -> PlannedTensor:
@@ -249,9 +245,7 @@ def _account(draft: Draft) -> Totals:
             "this is a fault of an operation: please report it with the recipe",
         )
     nbytes_out = sum(content.nbytes for content in draft.tensors.values())
-    return Totals(
-        tensors_in, nbytes_in, kept, nbytes_kept, gone, nbytes_dropped, len(draft.tensors), nbytes_out
-    )
+    return Totals(tensors_in, nbytes_in, kept, nbytes_kept, gone, nbytes_dropped, len(draft.tensors), nbytes_out)
 
 
 def _config_file(draft: Draft) -> list[SideFile]:
@@ -296,9 +290,7 @@ def check_plan(plan: Plan) -> None:
     for file in plan.files:
         for tensor in file.tensors:
             if tensor.name in names or tensor.name == "__metadata__" or not tensor.name:
-                problems.add(
-                    f"the tensor name {tensor.name!r} is there twice or is no tensor name", file.name
-                )
+                problems.add(f"the tensor name {tensor.name!r} is there twice or is no tensor name", file.name)
             names.add(tensor.name)
             _check_tensor(plan, tensor, problems)
     for check in plan.checks:

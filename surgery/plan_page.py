@@ -62,8 +62,7 @@ def plan_summary(plan: Plan, digest: str) -> dict[str, Any]:
             for c in plan.config_changes
         ],
         "dropped": [
-            {"rule": rule, "tensors": count, "nbytes": nbytes}
-            for rule, count, nbytes in _dropped_by_rule(plan)
+            {"rule": rule, "tensors": count, "nbytes": nbytes} for rule, count, nbytes in _dropped_by_rule(plan)
         ],
         "decisions": [{"rule": d.rule, "what": d.what} for d in plan.decisions],
     }

@@ -69,7 +69,7 @@ class SourceRange:
                 ) from error
             if got == 0:
                 raise SourceError(
-                    f"the file ends at byte {offset + done}, {len(into) - done} bytes short: it shrank while it was read",
+                    f"the file ends at byte {offset + done}, {len(into) - done} bytes short: it shrank",
                     str(self._path),
                     "make the plan again from the source as it is now",
                 )
@@ -78,7 +78,7 @@ class SourceRange:
             kernel.forget_pages(self._descriptor, offset, len(into))
 
     def blocks(self, start: int, end: int, buffer: memoryview) -> Iterator[tuple[int, memoryview | int]]:
-        """`[start, end)` in order: `(position, bytes)` for data, valid until the next, `(position, count)` for holes."""
+        """`[start, end)` in order: `(position, bytes)` of data, good until the next, `(position, count)` of a hole."""
         position = start
         while position < end:
             data_end = end

@@ -14,9 +14,7 @@ MAX_TILES = 1 << 20
 """More boxes than this for one tensor means that no regular description of the move exists."""
 
 
-def reshape_boxes(
-    boxes: Sequence[Box], old_shape: Sequence[int], new_shape: Sequence[int]
-) -> tuple[Box, ...]:
+def reshape_boxes(boxes: Sequence[Box], old_shape: Sequence[int], new_shape: Sequence[int]) -> tuple[Box, ...]:
     """`boxes` of a tensor of `old_shape` as boxes of the same elements in C order as `new_shape`.
 
     Axes are merged and split in the smallest groups whose sizes agree. A box that is no box of the new shape is

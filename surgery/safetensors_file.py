@@ -142,9 +142,7 @@ def read_header(path: Path, file: int = 0, where: str | None = None) -> Header:
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except OSError as error:
-        raise SourceError(
-            f"cannot open: {error.strerror}", place, "check the path and its permissions"
-        ) from error
+        raise SourceError(f"cannot open: {error.strerror}", place, "check the path and its permissions") from error
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
@@ -168,9 +166,7 @@ def _read_exactly(descriptor: int, nbytes: int, where: str) -> bytes:
         except OSError as error:
             raise SourceError(f"cannot read: {error.strerror}", where, "check the disk") from error
         if not piece:
-            raise SourceError(
-                "the file became shorter while it was read", where, "run again when it is complete"
-            )
+            raise SourceError("the file became shorter while it was read", where, "run again when it is complete")
         pieces.append(piece)
         nbytes -= len(piece)
     return b"".join(pieces)
@@ -182,9 +178,7 @@ def _refuse_length(start: bytes, length: int, file_nbytes: int, where: str) -> N
     if start.startswith(b"version https://git-lfs"):
         oid = re.search(rb"oid (\S+)", start)
         size = re.search(rb"size (\d+)", start)
-        promise = (
-            f"{oid[1].decode('ascii', 'replace') if oid else '?'}, {int(size[1]) if size else '?'} bytes"
-        )
+        promise = f"{oid[1].decode('ascii', 'replace') if oid else '?'}, {int(size[1]) if size else '?'} bytes"
         raise SourceError(
             f"a Git LFS pointer of {file_nbytes} bytes, not the file it stands for ({promise})",
             where,
@@ -197,9 +191,7 @@ def _refuse_length(start: bytes, length: int, file_nbytes: int, where: str) -> N
             "the download saved an error page",
         )
     if start.startswith(b"PK\x03\x04"):
-        raise SourceError(
-            "not safetensors but a zip, as torch.save writes", where, "convert it to safetensors"
-        )
+        raise SourceError("not safetensors but a zip, as torch.save writes", where, "convert it to safetensors")
     if start.startswith(b"GGUF"):
         raise SourceError("not safetensors but a GGUF file", where, "use the model's safetensors files")
     if file_nbytes < 8:
@@ -324,9 +316,7 @@ def _parsed(text: str, where: str) -> tuple[dict[str, Any], list[str]]:
 def _refuse_surrogates(parsed: dict[str, Any], where: str) -> None:
     """Half of a surrogate pair is no text: it could not be written again."""
     metadata = parsed.get("__metadata__")
-    texts = (
-        [*parsed, *(metadata or {}), *(metadata or {}).values()] if isinstance(metadata, dict) else [*parsed]
-    )
+    texts = [*parsed, *(metadata or {}), *(metadata or {}).values()] if isinstance(metadata, dict) else [*parsed]
     for text in texts:
         try:
             str(text).encode("utf-8")
@@ -345,9 +335,7 @@ def _metadata(parsed: dict[str, Any], where: str) -> dict[str, str] | None:
     if metadata is None:
         return None
     if not isinstance(metadata, dict):
-        raise SourceError(
-            f"__metadata__ is {_json_type(metadata)}, not an object", where, "make the file again"
-        )
+        raise SourceError(f"__metadata__ is {_json_type(metadata)}, not an object", where, "make the file again")
     for key, value in metadata.items():
         if not isinstance(value, str):
             raise SourceError(
@@ -362,9 +350,7 @@ def _entry(name: str, entry: Any, where: str) -> tuple[str, tuple[int, ...], int
     """dtype, shape and offsets of one tensor, of the right types and agreeing with one another."""
 
     def refuse(what: str) -> NoReturn:
-        raise SourceError(
-            f"tensor {name}: {what}", where, "the file is damaged or its writer is: get it again"
-        )
+        raise SourceError(f"tensor {name}: {what}", where, "the file is damaged or its writer is: get it again")
 
     if not isinstance(entry, dict):
         refuse(f"its entry is {_json_type(entry)}, not an object")
@@ -393,15 +379,9 @@ def _entry(name: str, entry: Any, where: str) -> tuple[str, tuple[int, ...], int
     nbits = elements * DTYPE_BITS[dtype]
     begin, end = offsets
     if nbits >= _U64_END or nbits % 8:
-        refuse(
-            f"shape {shape} of {dtype} is no whole number of bytes"
-            if nbits % 8
-            else f"shape {shape} overflows"
-        )
+        refuse(f"shape {shape} of {dtype} is no whole number of bytes" if nbits % 8 else f"shape {shape} overflows")
     if end - begin != nbits // 8:
-        refuse(
-            f"data_offsets {offsets} hold {end - begin} bytes, shape {shape} of {dtype} needs {nbits // 8}"
-        )
+        refuse(f"data_offsets {offsets} hold {end - begin} bytes, shape {shape} of {dtype} needs {nbits // 8}")
     return _DTYPE_NAMES[dtype], tuple(shape), begin, end
 
 

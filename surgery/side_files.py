@@ -11,14 +11,34 @@ import msgspec
 from surgery.errors import Finding
 
 WEIGHT_SUFFIXES = frozenset(
-    ".safetensors .bin .pt .pth .ckpt .gguf .ggml .h5 .msgpack .onnx .onnx_data .tflite .npz .pdparams .nemo "
-    ".distcp .engine .mlmodel .ot .llamafile .keras .pdiparams .safetensors_data".split()
+    {
+        ".safetensors",
+        ".bin",
+        ".pt",
+        ".pth",
+        ".ckpt",
+        ".gguf",
+        ".ggml",
+        ".h5",
+        ".msgpack",
+        ".onnx",
+        ".onnx_data",
+        ".tflite",
+        ".npz",
+        ".pdparams",
+        ".nemo",
+        ".distcp",
+        ".engine",
+        ".mlmodel",
+        ".ot",
+        ".llamafile",
+        ".keras",
+        ".pdiparams",
+    }
 )
 """Weights of any format; `tokenizer.model` and `*.tiktoken` are none."""
 
-_NEVER = frozenset(
-    {".cache", "__pycache__", ".git", ".gitattributes", ".gitignore", ".gitmodules", ".hfignore"}
-)
+_NEVER = frozenset({".cache", "__pycache__", ".git", ".gitattributes", ".gitignore", ".gitmodules", ".hfignore"})
 _OURS = frozenset({"surgery.json", "config.json"})
 
 
@@ -51,7 +71,7 @@ class Links:
             target = path.resolve(strict=True)
         except FileNotFoundError:
             return (
-                f"the link target {os.readlink(path)} is missing (incomplete download?)"
+                f"the link target {path.readlink()} is missing (incomplete download?)"
                 if path.is_symlink()
                 else "missing"
             )
@@ -142,7 +162,7 @@ def _take(root: Path, path: Path, links: Links, side_files: list[SideFile], find
                 f"{name} {fault}",
                 name,
                 "download it again, or pass --allow-outside-links where the target is meant",
-            )  # fmt: skip
+            )
         )
     elif not path.is_file():
         findings.append(Finding("side-file-kind", "note", f"{name} is no regular file: left behind", name))

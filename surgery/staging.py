@@ -42,11 +42,7 @@ class Staging:
         self.replaces = False
         self._judge_out(overwrite)
         self.inside = self._must_stage_inside()
-        self.path = (
-            self.out / PARTIAL_SUFFIX
-            if self.inside
-            else self.out.parent / f".{self.out.name}{PARTIAL_SUFFIX}"
-        )
+        self.path = self.out / PARTIAL_SUFFIX if self.inside else self.out.parent / f".{self.out.name}{PARTIAL_SUFFIX}"
         self.content = self.path / CONTENT_NAME
         self._lock: int | None = None
 
@@ -54,9 +50,7 @@ class Staging:
         if not os.path.lexists(self.out):
             return
         if not self.out.is_dir():
-            raise OutputError(
-                "a file is in the place of the output directory", str(self.out), "name another OUT"
-            )
+            raise OutputError("a file is in the place of the output directory", str(self.out), "name another OUT")
         entries = sorted(entry.name for entry in self.out.iterdir() if entry.name != PARTIAL_SUFFIX)
         if not entries or entries == ["lost+found"]:
             return
@@ -72,7 +66,7 @@ class Staging:
         foreign = foreign_files(self.out)
         if foreign:
             raise OutputError(
-                f"--overwrite replaces only what surgery wrote; {len(foreign)} other files are there, first {foreign[0]}",
+                f"--overwrite replaces only what surgery wrote; {len(foreign)} other files, first {foreign[0]}",
                 str(self.out),
                 "move them away, or name another OUT",
             )
@@ -83,9 +77,7 @@ class Staging:
             return True
         parent = self.out.parent
         if not parent.is_dir():
-            raise OutputError(
-                "the directory that OUT would lie in does not exist", str(parent), f"mkdir -p {parent}"
-            )
+            raise OutputError("the directory that OUT would lie in does not exist", str(parent), f"mkdir -p {parent}")
         if os.access(parent, os.W_OK | os.X_OK):
             return False
         if self.out.is_dir() and os.access(self.out, os.W_OK | os.X_OK):
@@ -168,9 +160,7 @@ class Staging:
         return note
 
     def _publish_inside(self) -> str:
-        new = sorted(
-            p.relative_to(self.content).as_posix() for p in self.content.rglob("*") if not p.is_dir()
-        )
+        new = sorted(p.relative_to(self.content).as_posix() for p in self.content.rglob("*") if not p.is_dir())
         head = read_head(self.out) if self.replaces else None
         old = [MANIFEST_NAME, *head.file_names()] if head is not None else []
         with (self.path / PUBLISHING_NAME).open("w") as file:
@@ -251,7 +241,7 @@ def _files(directory: Path) -> list[str]:
 
 
 def finished(out: Path, digest: str) -> ManifestHead | None:
-    """The manifest head at `out` where that is the finished result of the plan `digest`: all files there, right sizes."""
+    """The manifest head at `out` where that is the plan's finished result: every file there, of the right size."""
     head = read_head(out)
     if head is None or head.plan != digest:
         return None

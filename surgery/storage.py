@@ -30,9 +30,7 @@ def read_bytes(path: Path, max_nbytes: int, where: str | None = None) -> bytes:
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except OSError as error:
-        raise SourceError(
-            f"cannot open: {error.strerror}", place, "check the path and its permissions"
-        ) from error
+        raise SourceError(f"cannot open: {error.strerror}", place, "check the path and its permissions") from error
     with os.fdopen(descriptor, "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
@@ -66,9 +64,7 @@ def same_bytes(path_a: Path, offset_a: int, path_b: Path, offset_b: int, nbytes:
                     return False
                 nbytes -= size
     except OSError as error:
-        raise SourceError(
-            f"cannot read: {error.strerror}", str(error.filename or path_a), "check the disk"
-        ) from error
+        raise SourceError(f"cannot read: {error.strerror}", str(error.filename or path_a), "check the disk") from error
     return True
 
 

@@ -15,7 +15,7 @@ import msgspec
 from surgery.errors import CannotApply
 from surgery.reshaping import reshape_boxes
 from surgery.safetensors_file import DTYPE_BITS
-from surgery.tiling import AnyBox, Box, Content, Fill, Tile, Tiling, tiling
+from surgery.tiling import Box, Content, Fill, Tile, Tiling, tiling
 
 
 def narrow(content: Content, axis: int, start: int, length: int) -> Tiling:
@@ -54,14 +54,11 @@ def concat(contents: Sequence[Content], axis: int = 0) -> Tiling:
     for whole in wholes:
         if whole.dtype != first.dtype:
             raise CannotApply(f"cannot concatenate {whole.dtype} to {first.dtype}: dtypes are never changed")
-        if len(whole.shape) != len(first.shape) or _replaced(whole.shape, axis, 0) != _replaced(
-            first.shape, axis, 0
-        ):
-            raise CannotApply(
-                f"cannot concatenate shape {list(whole.shape)} to {list(first.shape)} on axis {axis}"
-            )
+        if len(whole.shape) != len(first.shape) or _replaced(whole.shape, axis, 0) != _replaced(first.shape, axis, 0):
+            raise CannotApply(f"cannot concatenate shape {list(whole.shape)} to {list(first.shape)} on axis {axis}")
         for tile in whole.tiles:
-            tiles.append(_moved(tile, axis, tile.offset[axis] + position))
+            moved = _replaced(tile.offset, axis, tile.offset[axis] + position)
+            tiles.append(msgspec.structs.replace(tile, offset=moved))
         position += whole.shape[axis]
     return _tiling(first.dtype, _replaced(first.shape, axis, position), tiles, axis)
 
@@ -112,9 +109,7 @@ def transpose(content: Content, axes: Sequence[int]) -> Tiling:
     tiles: list[Box] = []
     for tile in whole.tiles:
         if isinstance(tile, Tile):
-            tiles.append(
-                Tile(tile.source, tile.start, pick(tile.strides), pick(tile.offset), pick(tile.shape))
-            )
+            tiles.append(Tile(tile.source, tile.start, pick(tile.strides), pick(tile.offset), pick(tile.shape)))
         else:
             tiles.append(Fill(tile.element, pick(tile.offset), pick(tile.shape)))
     return Tiling(whole.dtype, pick(whole.shape), tuple(tiles))
@@ -140,10 +135,6 @@ def _axis(whole: Tiling, axis: int) -> int:
 
 def _replaced(values: tuple[int, ...], axis: int, value: int) -> tuple[int, ...]:
     return (*values[:axis], value, *values[axis + 1 :])
-
-
-def _moved(tile: AnyBox, axis: int, position: int) -> AnyBox:
-    return msgspec.structs.replace(tile, offset=_replaced(tile.offset, axis, position))
 
 
 def _progressions(indices: Sequence[int]) -> Iterable[tuple[int, int, int, int]]:
@@ -198,9 +189,9 @@ def _tiling(dtype: str, shape: tuple[int, ...], tiles: list[Box], axis: int) -> 
 def _joined(left: Box, right: Box, axis: int) -> Box | None:
     """One box for two neighbours along `axis`; None where they are not a regular continuation."""
     shape = _replaced(left.shape, axis, left.shape[axis] + right.shape[axis])
-    follows = right.offset == _replaced(
-        left.offset, axis, left.offset[axis] + left.shape[axis]
-    ) and _replaced(right.shape, axis, 0) == _replaced(left.shape, axis, 0)
+    follows = right.offset == _replaced(left.offset, axis, left.offset[axis] + left.shape[axis]) and _replaced(
+        right.shape, axis, 0
+    ) == _replaced(left.shape, axis, 0)
     if not follows:
         return None
     if isinstance(left, Fill) or isinstance(right, Fill):

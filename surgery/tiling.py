@@ -8,7 +8,6 @@ elements of the stored tensor taken in C order, as numpy and torch count them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 import msgspec
 
@@ -37,7 +36,6 @@ class Fill(msgspec.Struct, frozen=True, gc=False, tag_field="kind", tag="fill"):
 
 
 Box = Tile | Fill
-AnyBox = TypeVar("AnyBox", Tile, Fill)
 
 
 class Tiling(msgspec.Struct, frozen=True, gc=False):
@@ -71,9 +69,7 @@ def tiling(content: Content) -> Tiling:
     shape = content.shape
     if 0 in shape:
         return Tiling(content.dtype, shape, ())
-    return Tiling(
-        content.dtype, shape, (Tile(content, 0, contiguous_strides(shape), (0,) * len(shape), shape),)
-    )
+    return Tiling(content.dtype, shape, (Tile(content, 0, contiguous_strides(shape), (0,) * len(shape), shape),))
 
 
 def whole_source(content: Content) -> StoredTensor | None:
@@ -93,8 +89,6 @@ def sources(content: Content) -> list[StoredTensor]:
         return [content]
     return list(
         {
-            (t.source.file, t.source.offset, t.source.name): t.source
-            for t in content.tiles
-            if isinstance(t, Tile)
+            (t.source.file, t.source.offset, t.source.name): t.source for t in content.tiles if isinstance(t, Tile)
         }.values()
     )

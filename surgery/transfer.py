@@ -81,9 +81,7 @@ def copy_chain(
                     else:
                         piece = block[at - position : piece_end - position]
                         target.hash_in_order(at - segment.offset, piece)
-                        writer.put(
-                            target.file, target.offset + at - segment.offset, block, at - position, len(piece)
-                        )
+                        writer.put(target.file, target.offset + at - segment.offset, block, at - position, len(piece))
                 at = piece_end
                 if at == segment.offset + segment.nbytes:
                     current += 1

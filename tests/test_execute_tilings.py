@@ -31,7 +31,7 @@ def write_file(path: Path, arrays: dict[str, tuple[str, np.ndarray]]) -> None:
 
 
 def plan_of(root: Path, names: list[str], outputs: dict[str, object], checks=(), per_file=2) -> Plan:
-    sources, stored = [], {}
+    sources = []
     for number, name in enumerate(names):
         header = read_header(root / name, number)
         sources.append(SourceFile(0, name, header.file_nbytes, header.data_offset, header.digest))
@@ -49,9 +49,22 @@ def plan_of(root: Path, names: list[str], outputs: dict[str, object], checks=(),
         nbytes = len(header) + sum(t.nbytes for t in tensors)
         files.append(PlannedFile(f"part-{start}.safetensors", nbytes, tensors))
     plan = Plan(
-        PLAN_FORMAT, "test", (str(root),), (), tuple(sources), {}, None, tuple(files), (), tuple(checks), (), {},
-        (), (), Totals(0, 0, 0, 0, 0, 0, 0, 0),
-    )  # fmt: skip
+        format=PLAN_FORMAT,
+        tool="test",
+        roots=(str(root),),
+        recipe=(),
+        sources=tuple(sources),
+        metadata={},
+        index=None,
+        files=tuple(files),
+        side_files=(),
+        checks=tuple(checks),
+        dropped=(),
+        layers={},
+        config_changes=(),
+        decisions=(),
+        totals=Totals(0, 0, 0, 0, 0, 0, 0, 0),
+    )
     check_plan(plan)
     return plan
 
@@ -206,9 +219,7 @@ def test_a_column_split_reads_each_source_byte_once(tmp_path, monkeypatch):
     from surgery.reading import SourceRange
 
     fill = SourceRange.fill
-    monkeypatch.setattr(
-        SourceRange, "fill", lambda self, into, at: (reads.append(len(into)), fill(self, into, at))
-    )
+    monkeypatch.setattr(SourceRange, "fill", lambda self, into, at: (reads.append(len(into)), fill(self, into, at)))
     monkeypatch.setattr("surgery.execute.MIN_MEMORY_NBYTES", 1 << 14)
     ranks = {f"r{rank}": algebra.narrow(stored["a"], 1, rank * 64, 64) for rank in range(4)}
     execute(plan_of(source, names, ranks), tmp_path / "out", Options(workers=1, memory_nbytes=1))
@@ -221,9 +232,7 @@ def test_a_row_slice_of_a_wide_tensor_does_not_read_the_rest(tmp_path, monkeypat
     from surgery.reading import SourceRange
 
     fill = SourceRange.fill
-    monkeypatch.setattr(
-        SourceRange, "fill", lambda self, into, at: (reads.append(len(into)), fill(self, into, at))
-    )
+    monkeypatch.setattr(SourceRange, "fill", lambda self, into, at: (reads.append(len(into)), fill(self, into, at)))
     part = algebra.narrow(stored["a"], 1, 0, 1 << 17)
     execute(plan_of(source, names, {"x": part}), tmp_path / "out", Options(workers=1))
     assert sum(reads) == part.nbytes

@@ -134,9 +134,7 @@ def _usage(error: click.ClickException, arguments: list[str]) -> int:
 
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "surgery"
-    emit_error(
-        UsageError(error.format_message(), command, f"{command} --help"), as_json=_wants_json(arguments)
-    )
+    emit_error(UsageError(error.format_message(), command, f"{command} --help"), as_json=_wants_json(arguments))
     return UsageError.exit_code
 
 

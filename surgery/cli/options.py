@@ -31,15 +31,9 @@ WRITING_OPTIONS = (
     click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),
     click.option("--plan-out", type=click.Path(path_type=Path), help="Also write the plan to this file."),
     click.option("--json", "as_json", is_flag=True, help="A summary as one JSON document on stdout."),
-    click.option(
-        "--workers", type=click.IntRange(1, 64), default=2, show_default=True, help="Threads that copy."
-    ),
-    click.option(
-        "--memory", default="16MiB", show_default=True, help="Buffers for copying, all workers together."
-    ),
-    click.option(
-        "--overwrite", is_flag=True, help="Replace an earlier output of surgery; nothing foreign is touched."
-    ),
+    click.option("--workers", type=click.IntRange(1, 64), default=2, show_default=True, help="Threads that copy."),
+    click.option("--memory", default="16MiB", show_default=True, help="Buffers for copying, all workers together."),
+    click.option("--overwrite", is_flag=True, help="Replace an earlier output of surgery; nothing foreign is touched."),
     click.option(
         "--verify",
         "verify_mode",

@@ -114,9 +114,7 @@ def save_plan(plan: Plan, path: Path) -> None:
         with path.open("wb") as file:
             write_plan(plan, file)
     except OSError as error:
-        raise OutputError(
-            f"cannot write the plan: {error.strerror}", str(path), "name another file"
-        ) from error
+        raise OutputError(f"cannot write the plan: {error.strerror}", str(path), "name another file") from error
 
 
 Build = Callable[..., Operations]
@@ -136,9 +134,7 @@ def _register(name: str, build: Build, options: tuple[Any, ...], text: str) -> c
         plan = make_plan_of(src, operations, **{key: given.pop(key) for key in _names(SOURCE_OPTIONS)})
         carry_out(plan, out, given)
 
-    @plan_group.command(
-        name, help=f"The plan of `surgery {name}`. OUT may be left out: a plan does not name it."
-    )
+    @plan_group.command(name, help=f"The plan of `surgery {name}`. OUT may be left out: a plan does not name it.")
     @click.argument("src")
     @click.argument("out", required=False)
     @add_options(options)
@@ -157,7 +153,7 @@ def _names(options: tuple[Any, ...]) -> list[str]:
     @add_options(options)
     def holder() -> None: ...
 
-    return [parameter.name for parameter in holder.__click_params__]  # type: ignore[attr-defined]
+    return [parameter.name for parameter in holder.__click_params__]
 
 
 PLAN_FILE_OPTION = click.option(
@@ -298,9 +294,7 @@ def plan_run(src: str, out_and_recipe: tuple[str, ...], plan_path: Path, **given
 @click.command("apply")
 @click.argument("plan_path", metavar="PLAN", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
-@click.option(
-    "--source", "sources", multiple=True, help="Where SRC lies on this machine, if not where the plan says."
-)
+@click.option("--source", "sources", multiple=True, help="Where SRC lies on this machine, if not where the plan says.")
 @add_options(WRITING_OPTIONS)
 def apply_command(plan_path: Path, out: Path, sources: tuple[str, ...], **given: Any) -> None:
     """Carry out PLAN (a file that `surgery plan` wrote; - is stdin) and write OUT.
@@ -319,7 +313,5 @@ def apply_command(plan_path: Path, out: Path, sources: tuple[str, ...], **given:
                 "--source",
                 "give each in order",
             )
-        plan = msgspec.structs.replace(
-            plan, roots=tuple(str(local_path(source).resolve()) for source in sources)
-        )
+        plan = msgspec.structs.replace(plan, roots=tuple(str(local_path(source).resolve()) for source in sources))
     carry_out(plan, out, given)

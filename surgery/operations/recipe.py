@@ -34,9 +34,7 @@ def run_recipe(draft: Draft, operations: Sequence[Operation]) -> Draft:
             draft = operation.apply(draft)
         except SurgeryError as error:
             if len(operations) > 1:
-                error.where = f"operation {number} of {len(operations)}" + (
-                    f": {error.where}" if error.where else ""
-                )
+                error.where = f"operation {number} of {len(operations)}" + (f": {error.where}" if error.where else "")
             raise
         draft = changed(draft, recipe=(*draft.recipe, msgspec.to_builtins(operation)))
     return draft

@@ -35,13 +35,9 @@ class Rename(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
             new = rename(name)
             matched += new != name
             if new in tensors:
-                problems.add(
-                    f"{name} would become {new}, which is there already", "rename", "choose other names"
-                )
+                problems.add(f"{name} would become {new}, which is there already", "rename", "choose other names")
             if not new or new == "__metadata__":
-                problems.add(
-                    f"{name} would become {new!r}, which is no tensor name", "rename", "choose other names"
-                )
+                problems.add(f"{name} would become {new!r}, which is no tensor name", "rename", "choose other names")
             tensors[new] = content
         problems.raise_if_any(CannotApply)
         if not matched:
@@ -51,9 +47,7 @@ class Rename(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
                 "`surgery inspect SRC --tensors` lists the names; OLD is a whole name or a dotted prefix",
             )
         config, changes = self._config(draft.config, rename)
-        return changed(
-            draft, tensors=tensors, config=config, config_changes=(*draft.config_changes, *changes)
-        )
+        return changed(draft, tensors=tensors, config=config, config_changes=(*draft.config_changes, *changes))
 
     def _renamer(self) -> Callable[[str], str]:
         if not self.map:
@@ -63,27 +57,21 @@ class Rename(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
         try:
             patterns = [(re.compile(old), new) for old, new in self.map.items()]
         except re.error as error:
-            raise UsageError(
-                f"not a pattern: {error}", "rename", "write a Python regular expression"
-            ) from error
+            raise UsageError(f"not a pattern: {error}", "rename", "write a Python regular expression") from error
 
         def by_pattern(name: str) -> str:
             for pattern, new in patterns:
                 try:
                     replaced, count = pattern.subn(new, name)
                 except (re.error, IndexError) as error:
-                    raise UsageError(
-                        f"{new!r} cannot be filled in: {error}", "rename", "use \\1 for groups"
-                    ) from error
+                    raise UsageError(f"{new!r} cannot be filled in: {error}", "rename", "use \\1 for groups") from error
                 if count:
                     return replaced
             return name
 
         return by_pattern
 
-    def _config(
-        self, config: Config | None, rename: Callable[[str], str]
-    ) -> tuple[Config | None, list[ConfigChange]]:
+    def _config(self, config: Config | None, rename: Callable[[str], str]) -> tuple[Config | None, list[ConfigChange]]:
         """Module names in the quantisation lists follow their tensors; a pattern that may mean them is refused."""
         if config is None or not any(key in config for key in QUANTIZATION_KEYS):
             return config, []
@@ -94,9 +82,7 @@ class Rename(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
                 edited[key] = self._renamed_modules(edited[key], key, rename, changes)
         return edited, changes
 
-    def _renamed_modules(
-        self, value: Any, path: str, rename: Callable[[str], str], changes: list[ConfigChange]
-    ) -> Any:
+    def _renamed_modules(self, value: Any, path: str, rename: Callable[[str], str], changes: list[ConfigChange]) -> Any:
         if isinstance(value, dict):
             return {k: self._renamed_modules(v, f"{path}.{k}", rename, changes) for k, v in value.items()}
         if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):

@@ -94,9 +94,7 @@ def _layers_of(draft: Draft, family: Family, depth: int) -> dict[int, list[str]]
             )
     empty = [layer for layer, names in layers.items() if not names]
     if len(empty) == depth:
-        problems.add(
-            f"no tensor is named {prefix}N.*", "names of the source", f"`surgery rename` them to {prefix}N.*"
-        )
+        problems.add(f"no tensor is named {prefix}N.*", "names of the source", f"`surgery rename` them to {prefix}N.*")
     elif empty:
         problems.add(
             f"the config counts {depth} layers, but layer {compact_ranges(empty)} has no tensors",
@@ -112,19 +110,12 @@ def split_layer(name: str, prefix: str) -> tuple[int, str] | None:
     if not name.startswith(prefix):
         return None
     number, dot, rest = name[len(prefix) :].partition(".")
-    if (
-        not number.isdecimal()
-        or not number.isascii()
-        or len(number) > 9
-        or (number[0] == "0" and number != "0")
-    ):
+    if not number.isdecimal() or not number.isascii() or len(number) > 9 or (number[0] == "0" and number != "0"):
         return None
     return int(number), dot + rest
 
 
-def _refuse_mixed_tensors(
-    draft: Draft, family: Family, layers: Mapping[int, Sequence[str]], depth: int
-) -> None:
+def _refuse_mixed_tensors(draft: Draft, family: Family, layers: Mapping[int, Sequence[str]], depth: int) -> None:
     """These families have one kind of layer: each holds the same tensors in the same shapes."""
     absent = {name: split for name in draft.absent if (split := split_layer(name, family.stack.prefix))}
 
@@ -246,9 +237,7 @@ def _refuse_unknown_list(field: str, value: list[Any]) -> None:
 def _recheck(old: Config, new: Config, family: Family, kept: Sequence[int]) -> None:
     """Every kept layer is, under the new config, what it was under the old one."""
     changed_layers = [
-        (source, place)
-        for place, source in enumerate(kept)
-        if family.facts(old, source) != family.facts(new, place)
+        (source, place) for place, source in enumerate(kept) if family.facts(old, source) != family.facts(new, place)
     ]
     if changed_layers:
         source, place = changed_layers[0]
@@ -280,10 +269,7 @@ def _trimmed_tensors(
             moved = {}
     wanted = set(kept)
     gone = {
-        name: "trim: its layer is not kept"
-        for layer, names in layers.items()
-        if layer not in wanted
-        for name in names
+        name: "trim: its layer is not kept" for layer, names in layers.items() if layer not in wanted for name in names
     }
     return tensors, gone
 
@@ -292,8 +278,6 @@ def _without_absent(draft: Draft, family: Family, kept: Sequence[int]) -> Draft:
     """Tensors that only the index names are no loss where their layer goes anyway."""
     wanted = set(kept)
     still = tuple(
-        name
-        for name in draft.absent
-        if (split := split_layer(name, family.stack.prefix)) is None or split[0] in wanted
+        name for name in draft.absent if (split := split_layer(name, family.stack.prefix)) is None or split[0] in wanted
     )
     return changed(draft, absent=still)
