@@ -13,6 +13,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -53,6 +54,7 @@ MAX_HEADER_NBYTES = 100_000_000
 _U64_END = 1 << 64
 _DTYPE_RANK = {dtype: rank for rank, dtype in enumerate(DTYPE_BITS)}
 _JSON_TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
+_quoted = json.JSONEncoder(ensure_ascii=False).encode
 _ENTRY_KEYS = frozenset({"dtype", "shape", "data_offsets"})
 
 
@@ -84,7 +86,8 @@ class Header(msgspec.Struct, frozen=True):
     deviations: tuple[str, ...] = ()
 
 
-def tensor_nbytes(dtype: str, shape: Sequence[int]) -> int:
+@lru_cache(maxsize=4096)
+def tensor_nbytes(dtype: str, shape: tuple[int, ...]) -> int:
     """Bytes of a tensor. Raises `ValueError` for an unknown dtype or a size that is no whole number of bytes."""
     bits = DTYPE_BITS.get(dtype)
     if bits is None:
@@ -127,10 +130,6 @@ def build_header(
     if len(text) > MAX_HEADER_NBYTES:
         raise ValueError(f"a header of {len(text)} bytes; the format allows {MAX_HEADER_NBYTES}")
     return len(text).to_bytes(8, "little") + text, placed
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 def read_header(path: Path, file: int = 0, where: str | None = None) -> Header:
@@ -220,17 +219,17 @@ def parse_header(raw: bytes, file_nbytes: int, where: str, file: int = 0) -> Hea
     text = _decoded(raw[8:], where)
     parsed, deviations = _parsed(text, where)
     metadata = _metadata(parsed, where)
-    shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
+    proven: _Proven = {}
     located: list[tuple[int, int, StoredTensor]] = []
     data_offset = len(raw)
     for name, entry in parsed.items():
         if name == "__metadata__":
             continue
-        dtype, shape, begin, end = _entry(name, entry, where)
+        known = _known_entry(entry, proven)
+        dtype, shape, begin, end = known if known is not None else _entry(name, entry, where, proven)
         if len(entry) > 3:
             surplus = sorted(set(entry) - _ENTRY_KEYS)
             deviations.append(f"the entry of {name} has the unknown key {surplus[0]!r}")
-        shape = shapes.setdefault(shape, shape)
         located.append((begin, end, StoredTensor(name, dtype, shape, file, data_offset + begin)))
     located.sort(key=lambda item: item[:2])
     _prove_offsets(located, file_nbytes - data_offset, where)
@@ -346,7 +345,26 @@ def _metadata(parsed: dict[str, Any], where: str) -> dict[str, str] | None:
     return metadata
 
 
-def _entry(name: str, entry: Any, where: str) -> tuple[str, tuple[int, ...], int, int]:
+_Proven = dict[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...], int]]
+"""dtype and shape -> the same as shared objects, and their bytes: a model has few shapes and many tensors."""
+
+
+def _known_entry(entry: Any, proven: _Proven) -> tuple[str, tuple[int, ...], int, int] | None:
+    """An entry like one that was proven before, the offsets new. None for all others: `_entry` judges them."""
+    try:
+        shape = entry["shape"]
+        begin, end = entry["data_offsets"]
+        dtype, shape_tuple, nbytes = proven[entry["dtype"], tuple(shape)]
+    except (KeyError, TypeError, ValueError):
+        return None
+    # True and 1.0 equal 1 as keys and are no sizes.
+    plain = type(begin) is int and type(end) is int and set(map(type, shape)) <= {int}
+    if plain and 0 <= begin and end - begin == nbytes and end < _U64_END:
+        return dtype, shape_tuple, begin, end
+    return None
+
+
+def _entry(name: str, entry: Any, where: str, proven: _Proven) -> tuple[str, tuple[int, ...], int, int]:
     """dtype, shape and offsets of one tensor, of the right types and agreeing with one another."""
 
     def refuse(what: str) -> NoReturn:
@@ -382,7 +400,9 @@ def _entry(name: str, entry: Any, where: str) -> tuple[str, tuple[int, ...], int
         refuse(f"shape {shape} of {dtype} is no whole number of bytes" if nbits % 8 else f"shape {shape} overflows")
     if end - begin != nbits // 8:
         refuse(f"data_offsets {offsets} hold {end - begin} bytes, shape {shape} of {dtype} needs {nbits // 8}")
-    return _DTYPE_NAMES[dtype], tuple(shape), begin, end
+    known = (_DTYPE_NAMES[dtype], tuple(shape), end - begin)
+    proven[known[:2]] = known
+    return known[0], known[1], begin, end
 
 
 _DTYPE_NAMES = {dtype: dtype for dtype in DTYPE_BITS}

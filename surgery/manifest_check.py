@@ -1,0 +1,181 @@
+"""The manifest judged by itself: what it says in one place must follow from what it says in another."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from surgery.manifest import MANIFEST_FORMAT, MANIFEST_NAME, Manifest, ManifestTensor
+from surgery.manifest_reader import ManifestReader
+from surgery.verdicts import Findings
+from surgery.safetensors_file import StoredTensor, tensor_nbytes
+from surgery.tiling import Tile
+
+_KEEPS_NAMES = frozenset({"trim", "repack"})
+"""Operations after which a whole copy has its source's name, but for the layer's number."""
+
+_MEND = "the manifest was changed after it was written: make the output again"
+
+
+class Accounts(msgspec.Struct):
+    """What the manifest's tensors add up to."""
+
+    data_nbytes: dict[str, int]
+    tensors: int = 0
+    nbytes: int = 0
+
+
+def check_manifest(reader: ManifestReader, config: dict[str, Any] | None, findings: Findings) -> Accounts:
+    """One pass over the whole manifest. Raises `ManifestDamaged` where an entry cannot be read."""
+    head = reader.head
+    checksum_fault = reader.checksum_fault()
+    if checksum_fault is not None:
+        _fault(findings, f"the manifest is damaged: {checksum_fault}")
+    if head.format != MANIFEST_FORMAT:
+        _fault(findings, f"the manifest has format {head.format}; this version reads format {MANIFEST_FORMAT}")
+    for name in head.files:
+        if not is_plain(name):
+            _fault(findings, f"the manifest lists {name!r}, which is no plain path inside the output")
+    accounts = Accounts({name: 0 for name, entry in head.files.items() if entry.header_xxh3_128})
+    used, nbytes_kept = _check_tensors(reader, accounts, findings)
+    nbytes_dropped = tensors_dropped = 0
+    for dropped in reader.dropped():
+        tensors_dropped += 1
+        nbytes_dropped += dropped.nbytes
+    _check_totals(head, accounts, (used, nbytes_kept, tensors_dropped, nbytes_dropped), findings)
+    if config is not None:
+        _check_config_changes(head, config, findings)
+    return accounts
+
+
+def _fault(findings: Findings, what: str, tensor: str | None = None) -> None:
+    findings.fault("manifest", what, MANIFEST_NAME, _MEND, tensor)
+
+
+def is_plain(name: str) -> bool:
+    """Whether `name` is a relative path of ordinary parts, so that reading it cannot leave the directory."""
+    parts = name.split("/")
+    return all(part not in ("", ".", "..") and "\\" not in part and "\0" not in part for part in parts)
+
+
+def _check_tensors(reader: ManifestReader, accounts: Accounts, findings: Findings) -> tuple[int, int]:
+    """Fill `accounts`; the source tensors that are used, each counted once, and their bytes."""
+    head = reader.head
+    layer_names = _LayerNames(head)
+    used: set[int] = set()
+    nbytes_kept = 0
+    for tensor in reader.tensors():
+        accounts.tensors += 1
+        try:
+            nbytes = tensor_nbytes(tensor.dtype, tensor.shape)
+        except ValueError as error:
+            _fault(findings, f"{tensor.name}: {error}", tensor.name)
+            continue
+        accounts.nbytes += nbytes
+        if tensor.file in accounts.data_nbytes:
+            accounts.data_nbytes[tensor.file] += nbytes
+        else:
+            _fault(findings, f"{tensor.name} is placed in {tensor.file!r}, no weight file of it", tensor.name)
+        # Numbers instead of names: a set of 150,000 names would be most of the memory that verify needs.
+        for file, name, size in _sources(tensor, nbytes):
+            if not 0 <= file < len(head.sources):
+                _fault(findings, f"{tensor.name} comes from source file {file}, which is not listed", tensor.name)
+            elif (key := hash((head.sources[file].root, name))) not in used:
+                used.add(key)
+                nbytes_kept += size
+        wrong = layer_names.fault(tensor)
+        if wrong is not None:
+            _fault(findings, wrong, tensor.name)
+    return len(used), nbytes_kept
+
+
+def _sources(tensor: ManifestTensor, nbytes: int) -> list[tuple[int, str, int]]:
+    """File, name and size of every stored tensor that `tensor` takes bytes from."""
+    if tensor.tiling is not None:
+        stored = [tile.source for tile in tensor.tiling.tiles if isinstance(tile, Tile)]
+        return [(source.file, source.name, _stored_nbytes(source)) for source in stored]
+    if tensor.source is None or tensor.source_file is None:
+        return []
+    return [(tensor.source_file, tensor.source, nbytes)]
+
+
+def _stored_nbytes(source: StoredTensor) -> int:
+    try:
+        return source.nbytes
+    except ValueError:
+        return 0
+
+
+class _LayerNames:
+    """Names under the layer map: the new `model.layers.J.x` is a copy of `model.layers.<layers[J]>.x`."""
+
+    def __init__(self, head: Manifest) -> None:
+        operations = {str(entry.get("operation")) for entry in head.recipe if isinstance(entry, dict)}
+        self._layers = head.layers
+        self._judged = operations <= _KEEPS_NAMES
+
+    def fault(self, tensor: ManifestTensor) -> str | None:
+        if not self._judged or tensor.source is None:
+            return None
+        for prefix, kept in self._layers.items():
+            number, _, rest = tensor.name.removeprefix(prefix).partition(".")
+            if not tensor.name.startswith(prefix) or not re.fullmatch(r"[0-9]{1,9}", number):
+                continue
+            if int(number) >= len(kept):
+                return f"{tensor.name} is in layer {number}; the layer map has {len(kept)} layers"
+            expected = f"{prefix}{kept[int(number)]}.{rest}"
+            return None if tensor.source == expected else _other_source(tensor, expected)
+        return None if tensor.source == tensor.name else _other_source(tensor, tensor.name)
+
+
+def _other_source(tensor: ManifestTensor, expected: str) -> str:
+    return f"{tensor.name} is said to come from {tensor.source}; by the layer map it comes from {expected}"
+
+
+def _check_totals(head: Manifest, accounts: Accounts, parts: tuple[int, int, int, int], findings: Findings) -> None:
+    """`in = kept + dropped`, and every total is the sum of what the manifest lists."""
+    totals = head.totals
+    tensors_kept, nbytes_kept, tensors_dropped, nbytes_dropped = parts
+    said_and_summed = {
+        "tensors_out": (totals.tensors_out, accounts.tensors),
+        "nbytes_out": (totals.nbytes_out, accounts.nbytes),
+        "tensors_kept": (totals.tensors_kept, tensors_kept),
+        "nbytes_kept": (totals.nbytes_kept, nbytes_kept),
+        "tensors_dropped": (totals.tensors_dropped, tensors_dropped),
+        "nbytes_dropped": (totals.nbytes_dropped, nbytes_dropped),
+        "tensors_in": (totals.tensors_in, tensors_kept + tensors_dropped),
+        "nbytes_in": (totals.nbytes_in, nbytes_kept + nbytes_dropped),
+    }
+    for name, (said, summed) in said_and_summed.items():
+        if said != summed:
+            _fault(findings, f"the manifest says {name} {said}; what it lists adds up to {summed}")
+    for name, data_nbytes in accounts.data_nbytes.items():
+        header_nbytes = head.files[name].nbytes - data_nbytes
+        if header_nbytes < 8 or header_nbytes % 8:
+            _fault(
+                findings,
+                f"the manifest says {name} has {head.files[name].nbytes} bytes, its tensors {data_nbytes}: "
+                f"{header_nbytes} are left for the header",
+            )
+
+
+def _check_config_changes(head: Manifest, config: dict[str, Any], findings: Findings) -> None:
+    """The last recorded value of a changed field is what config.json has."""
+    for change in {change.path: change for change in head.config_changes}.values():
+        found = _looked_up(config, change.path.split("."))
+        if found is not _ABSENT and found != change.new:
+            _fault(findings, f"the manifest says {change.path} became {change.new!r}; config.json has {found!r}")
+
+
+_ABSENT = object()
+
+
+def _looked_up(value: Any, path: Sequence[str]) -> Any:
+    for key in path:
+        if not isinstance(value, dict) or key not in value:
+            return _ABSENT
+        value = value[key]
+    return value
