@@ -8,18 +8,22 @@ here, because loaders disagree about it (facts, cases X01 to X17).
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
 from surgery.errors import Finding, Problems, SourceError, UsageError
-from surgery.model_files import ModelFiles, choose_model_files, read_json
+from surgery.model_files import INDEX_SUFFIX, ModelFiles, choose_model_files, read_json
 from surgery.safetensors_file import StoredTensor, read_header
 from surgery.side_files import Links, SideFile, Stray, survey_side_files
 from surgery.storage import local_path, same_bytes
 
 MAX_CONFIG_NBYTES = 64 << 20
+MAX_NOTED = 20
+"""Notes of one kind about one file: what follows the first twenty says nothing new."""
 OnDuplicate = Literal["refuse", "index", "last"]
 
 TOLERATED = frozenset({"ghost-index-entry", "unindexed-tensor", "wrong-file-in-index"})
@@ -84,26 +88,33 @@ class Checkpoint(msgspec.Struct):
         on_duplicate: OnDuplicate = "refuse",
     ) -> Checkpoint:
         """As `open`, with every fault of the content in `findings`. Raises only where there is nothing to look at."""
-        path = local_path(location)
-        root, chosen = _located(path)
+        root, chosen = _located(local_path(location))
         survey = _Survey(root, Links(root, allow_outside=allow_outside_links), on_duplicate)
-        return survey.checkpoint(choose_model_files(root, chosen, survey.findings))
+        try:
+            return survey.checkpoint(choose_model_files(root, chosen, survey.links, survey.findings))
+        except OSError as error:
+            # Files have errors of their own; this is a folder that cannot be listed, or files that vanish meanwhile.
+            where = str(error.filename or root)
+            raise SourceError(f"cannot read: {error.strerror}", where, "check its permissions") from error
 
 
 def _located(path: Path) -> tuple[Path, str | None]:
     """The resolved directory of `path`, and the file in it that was named."""
-    if path.is_dir():
-        return path.resolve(), None
-    if not path.exists() and not path.is_symlink():
-        raise SourceError("no such file or directory", str(path), "name a checkpoint directory")
-    if path.name.endswith((".safetensors", ".index.json")) or path.is_symlink():
-        return path.parent.resolve(), path.name
-    if not path.is_file():
-        raise SourceError("neither a directory nor a regular file", str(path), "name a checkpoint directory")
+    try:
+        if path.is_dir():
+            return path.resolve(strict=True), None
+        if not os.path.lexists(path):
+            raise SourceError("no such file or directory", str(path), "name a checkpoint directory")
+        if path.name.endswith((".safetensors", INDEX_SUFFIX)):
+            return path.parent.resolve(strict=True), path.name
+    except OSError as error:
+        raise SourceError(f"cannot read: {error.strerror}", str(path), "check its permissions") from error
+    if path.exists() and not path.is_file():
+        raise SourceError("a pipe, socket or device, not a directory or file", str(path), "name a checkpoint directory")
     raise UsageError(
-        "a source is a directory, a .safetensors file or a .safetensors.index.json",
+        f"{path.name} is neither a directory nor a .safetensors or {INDEX_SUFFIX} file",
         str(path),
-        "name one of these",
+        "name a directory, or one of these files in it",
     )
 
 
@@ -117,6 +128,7 @@ class _Survey:
         self.findings: list[Finding] = []
         self.files: list[SourceFile] = []
         self.tensors: dict[str, StoredTensor] = {}
+        self.twice: set[str] = set()
 
     def fault(self, kind: str, what: str, where: str = "", mend: str = "", tensor: str | None = None) -> None:
         self.findings.append(Finding(kind, "fault", what, where, mend, tensor))
@@ -127,15 +139,19 @@ class _Survey:
     def checkpoint(self, model: ModelFiles) -> Checkpoint:
         for name in model.names:
             self._read_file(name, model)
+        # A tensor that is there twice kept the place of its first occurrence.
+        if self.twice:
+            ordered = sorted(self.tensors.values(), key=lambda tensor: (tensor.file, tensor.offset))
+            self.tensors = {tensor.name: tensor for tensor in ordered}
         if model.index is not None:
             self._compare_index(model)
-        if model.alternative is not None:
-            self._judge_alternative(model, model.alternative)
-        config = self._config()
+        self._compare_metadata()
         owned = {*model.names, *([model.index_name] if model.index_name else [])}
-        if model.alternative is not None:
-            owned.add(model.alternative)
-        side_files, strays, findings = survey_side_files(self.root, owned, self.links)
+        strays = self._judge_alternative(model, model.alternative) if model.alternative is not None else []
+        config = self._config()
+        side_files, others, findings = survey_side_files(
+            self.root, owned | {stray.name for stray in strays}, self.links
+        )
         self.findings.extend(findings)
         return Checkpoint(
             self.root,
@@ -143,7 +159,7 @@ class _Survey:
             self.tensors,
             config,
             side_files,
-            strays,
+            strays + others,
             self.findings,
             model.base_name,
             model.variant,
@@ -152,14 +168,14 @@ class _Survey:
 
     def _read_file(self, name: str, model: ModelFiles) -> None:
         path = self.root / name
-        fault = self.links.fault(path)
-        if fault is not None:
+        reason = self.links.fault(path)
+        if reason is not None:
             lost = sum(file == name for file in (model.index or {}).values())
             self.fault(
-                "missing-file",
-                f"{name}: {fault}" + (f"; the index places {lost} tensors there" if lost else ""),
+                "missing-file" if "missing" in reason else "file-link",
+                f"{name}: {reason}" + (f"; {lost} tensors are in it by the index" if lost else ""),
                 name,
-                "get the missing file; where a link is meant, pass --allow-outside-links",
+                "get the file again; where a link out of the checkpoint is meant, pass --allow-outside-links",
             )
             return
         try:
@@ -167,7 +183,7 @@ class _Survey:
         except SourceError as error:
             self.fault("unreadable-file", f"{name}: {error.what}", name, error.mend)
             return
-        for deviation in header.deviations:
+        for deviation in header.deviations[:MAX_NOTED]:
             self.note("header-deviation", f"{name}: {deviation}", name, "`surgery repack` writes it by the book")
         status = path.stat()
         blocks = getattr(status, "st_blocks", None)
@@ -180,11 +196,12 @@ class _Survey:
             if there is None:
                 self.tensors[tensor.name] = tensor
             else:
+                self.twice.add(tensor.name)
                 self.tensors[tensor.name] = self._judge_duplicate(there, tensor, model)
 
     def _judge_duplicate(self, first: StoredTensor, second: StoredTensor, model: ModelFiles) -> StoredTensor:
         """A tensor in two files: with equal bytes one is kept; otherwise the user says which (case X08)."""
-        names = [self.files[first.file].name, self.files[second.file].name]
+        names = (self.files[first.file].name, self.files[second.file].name)
         equal = (first.dtype, first.shape) == (second.dtype, second.shape) and same_bytes(
             self.root / names[0], first.offset, self.root / names[1], second.offset, first.nbytes
         )
@@ -198,10 +215,12 @@ class _Survey:
             )
             return by_index
         if self.on_duplicate == "index" and indexed in names:
-            self.note("duplicate-tensor", f"{first.name} is taken from {indexed}, as the index says", indexed or "")
+            what = f"{first.name} is in {names[0]} and {names[1]}: the one in {indexed} counts, as the index says"
+            self.note("duplicate-tensor", what, indexed or "")
             return by_index
         if self.on_duplicate == "last":
-            self.note("duplicate-tensor", f"{first.name} is taken from {names[1]}, the last that holds it", names[1])
+            what = f"{first.name} is in {names[0]} and {names[1]}: the one in {names[1]} counts, the last"
+            self.note("duplicate-tensor", what, names[1])
             return second
         self.fault(
             "duplicate-tensor",
@@ -229,7 +248,9 @@ class _Survey:
                     mend,
                     name,
                 )
-            elif tensor is not None and file in read and self.files[tensor.file].name != file:
+            elif (
+                tensor is not None and file in read and self.files[tensor.file].name != file and name not in self.twice
+            ):
                 held = self.files[tensor.file].name
                 self.fault(
                     "wrong-file-in-index",
@@ -243,86 +264,88 @@ class _Survey:
                 file = self.files[tensor.file].name
                 self.fault("unindexed-tensor", f"{name} in {file} is not in the index", file, mend, name)
         total = sum(tensor.nbytes for tensor in self.tensors.values())
-        if model.total_size is not None and model.total_size != total and not self._has_faults():
-            self.note(
-                "total-size",
-                f"the index says total_size {model.total_size!r}; the tensors have {total}",
-                where,
+        if model.total_size != total and not any(finding.severity == "fault" for finding in self.findings):
+            said = (
+                "no total_size" if model.total_size is None else f"a total_size of {json.dumps(model.total_size):.60}"
             )
+            self.note("total-size", f"{where} has {said}; the tensors have {total} bytes", where)
 
-    def _has_faults(self) -> bool:
-        return any(finding.severity == "fault" for finding in self.findings)
+    def _compare_metadata(self) -> None:
+        """Header strings that differ from file to file say something of one file: no output can carry them (X17)."""
+        every = [file.metadata for file in self.files]
+        for key in sorted({key for metadata in every for key in metadata}):
+            values = sorted({json.dumps(metadata[key]) if key in metadata else "none" for metadata in every})
+            if len(values) > 1:
+                what = f"the files' header metadata {key!r} differs: {', '.join(values[:3])}"
+                self.note("header-metadata", f"{what:.300}", self.files[0].name)
 
-    def _judge_alternative(self, model: ModelFiles, single: str) -> None:
+    def _judge_alternative(self, model: ModelFiles, single: str) -> list[Stray]:
         """`model.safetensors` beside an index and its shards: loaders take one or the other (case X09)."""
+        reason = self.links.fault(self.root / single)
         try:
-            header = read_header(self.root / single, 0, single)
+            if reason is not None:
+                raise SourceError(reason, single)
+            if self._differs(single):
+                self.fault(
+                    "two-layouts",
+                    f"{single} and {model.index_name} are both there and differ; loaders disagree on which counts",
+                    single,
+                    f"name the one that you mean as SRC: DIR/{single} or DIR/{model.index_name}",
+                )
+                return []
         except SourceError as error:
-            self.fault("unreadable-file", f"{single}: {error.what}", single, error.mend)
-            return
-        same = {t.name: (t.dtype, t.shape) for t in header.tensors} == {
-            name: (t.dtype, t.shape) for name, t in self.tensors.items()
-        }
-        if same and all(
-            same_bytes(
-                self.root / single,
-                twin.offset,
-                self.path(self.tensors[twin.name].file),
-                self.tensors[twin.name].offset,
-                twin.nbytes,
-            )
-            for twin in header.tensors
-        ):
-            self.note(
-                "two-layouts",
-                f"{single} and {model.index_name} hold the same tensors: the index counts",
-                single,
-            )
-            return
-        self.fault(
-            "two-layouts",
-            f"{single} and {model.index_name} are both there and differ; loaders disagree on which counts",
-            single,
-            f"name the one you mean: SRC/{single} or SRC/{model.index_name}",
+            self.fault("unreadable-file", f"{single}: {error.what}", single, error.mend or "remove it or get it again")
+            return []
+        self.note(
+            "two-layouts", f"{single} holds the same tensors as the files of {model.index_name}, which counts", single
+        )
+        return [Stray(single, f"the same tensors as those of {model.index_name}")]
+
+    def _differs(self, single: str) -> bool:
+        """Names, dtypes and shapes first, then the bytes."""
+        twins = read_header(self.root / single, 0, single).tensors
+        if len(twins) != len(self.tensors):
+            return True
+        for twin in twins:
+            ours = self.tensors.get(twin.name)
+            if ours is None or (ours.dtype, ours.shape) != (twin.dtype, twin.shape):
+                return True
+        return not all(
+            same_bytes(self.root / single, twin.offset, self.path(ours.file), ours.offset, twin.nbytes)
+            for twin in twins
+            for ours in (self.tensors[twin.name],)
         )
 
     def path(self, file: int) -> Path:
         return self.root / self.files[file].name
 
     def _config(self) -> dict[str, Any] | None:
-        path = self.root / "config.json"
-        if not path.is_symlink() and not path.exists():
-            self.note(
-                "no-config",
-                "there is no config.json",
-                "config.json",
-                "put the model's config beside its weights",
-            )
-            return None
-        fault = self.links.fault(path)
-        if fault is not None:
-            self.fault("config", f"config.json {fault}", "config.json", "download it again")
+        name = "config.json"
+        path = self.root / name
+        if not os.path.lexists(path):
+            self.note("no-config", f"there is no {name}", name, "put the model's config beside its weights")
             return None
         try:
-            config = read_json(path, MAX_CONFIG_NBYTES, "config.json")
+            reason = self.links.fault(path)
+            if reason is not None:
+                raise SourceError(reason, name, "get it again; --allow-outside-links where the link is meant")
+            config = read_json(path, MAX_CONFIG_NBYTES, name)
+            if not isinstance(config, dict):
+                raise SourceError("not a JSON object of fields", name, "get the model's config again")
         except SourceError as error:
-            self.fault("config", f"config.json: {error.what}", "config.json", error.mend)
+            self.fault("config", f"{name}: {error.what}", name, error.mend)
             return None
-        if not isinstance(config, dict):
-            self.fault("config", "config.json is not a JSON object", "config.json", "get the model's config again")
-            return None
-        self._judge_dtype(config)
+        for prefix, section in _sections(config):
+            old, new = section.get("torch_dtype"), section.get("dtype")
+            if old is not None and new is not None and old != new:
+                what = f"{prefix}dtype is {json.dumps(new):.60} and {prefix}torch_dtype {json.dumps(old):.60}"
+                self.note("two-dtypes", f"{what}: newer loaders take the first, older ones the second", name)
         return config
 
-    def _judge_dtype(self, config: dict[str, Any]) -> None:
-        for path, section in [
-            ("", config),
-            *((f"{k}.", v) for k, v in config.items() if isinstance(v, dict)),
-        ]:
-            if "dtype" in section and "torch_dtype" in section and section["dtype"] != section["torch_dtype"]:
-                self.note(
-                    "two-dtypes",
-                    f"{path}dtype is {json.dumps(section['dtype'])} and {path}torch_dtype "
-                    f"{json.dumps(section['torch_dtype'])}: newer loaders take the first, older ones the second",
-                    "config.json",
-                )
+
+def _sections(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The config and the configs in it (`text_config`, `vision_config`), each with its prefix."""
+    yield "", config
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield f"{key}.", value

@@ -27,7 +27,7 @@ from surgery.plan import Plan, PlannedFile, PlannedSideFile
 from surgery.plan_file import plan_digest
 from surgery.reading import Sources
 from surgery.safetensors_file import read_header
-from surgery.staging import Staging, finished
+from surgery.staging import Staging, finished, remove_leftovers
 from surgery.transfer import Channel, Interrupted, Segment, chains, copy_chain
 from surgery.writing import Outputs, Target
 
@@ -84,6 +84,7 @@ def execute(plan: Plan, out: Path, options: Options | None = None, progress: Pro
     digest = plan_digest(plan)
     roots = [Path(root) for root in plan.roots]
     if out.exists() and finished(out, digest) is not None:
+        remove_leftovers(out)
         return Outcome(out, digest, already=True, resumed=0, nbytes_written=0)
     with Staging(out, overwrite=options.overwrite, sources=roots) as staging:
         run = _Run(plan, digest, staging, options, progress or Progress())

@@ -16,9 +16,9 @@ from surgery.manifest import MANIFEST_NAME, ManifestTensor
 from surgery.manifest_check import Accounts, is_plain
 from surgery.manifest_reader import ManifestReader
 from surgery.rehash import Reader
-from surgery.verdicts import Counts, Findings
 from surgery.safetensors_file import MAX_HEADER_NBYTES, StoredTensor, parse_header, tensor_nbytes
 from surgery.side_files import is_weight_file
+from surgery.verdicts import Counts, Findings
 
 PARTIAL_NAME = ".surgery-partial"
 _AGAIN = "make the output again from its source, or get the file again"
@@ -159,9 +159,7 @@ class Integrity:
         digest = xxhash.xxh3_128_hexdigest(raw)
         self._counts.nbytes_hashed += len(raw)
         if digest != expected:
-            self._fault(
-                "header-bytes", f"the header of {name} hashes to {digest}; the manifest says {expected}", name
-            )
+            self._fault("header-bytes", f"the header of {name} hashes to {digest}; the manifest says {expected}", name)
 
     def _place(self, tensor: ManifestTensor, there: StoredTensor | None, position: int) -> int:
         """Where a tensor's bytes begin: as its header says, or where the header is of no use as the manifest does."""

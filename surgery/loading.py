@@ -10,8 +10,8 @@ from surgery.families.records import find_family, model_type
 from surgery.families.schema import DEPTH_SPELLINGS, Family
 from surgery.layer_ranges import compact_ranges
 from surgery.loading_parts import check_code, check_embeddings, check_experts, check_mtp, check_ties
-from surgery.verdicts import MAX_KEPT_FINDINGS, Findings, Verdict
 from surgery.safetensors_file import StoredTensor
+from surgery.verdicts import MAX_KEPT_FINDINGS, Findings, Verdict
 
 _MASK = (1 << 64) - 1
 _SHOWN_LAYERS = 20
@@ -34,9 +34,9 @@ def check_loading(checkpoint: Checkpoint, findings: Findings) -> Verdict:
     if family is None:
         reason = f"layers: model_type {model_type(config)!r} has no family record yet"
         return Verdict("failed" if findings.faults else "unverified", [reason, *not_looked_at])
-    reason = _Layers(checkpoint, config, family, findings).check()
-    if reason is not None:
-        return Verdict("failed" if findings.faults else "unverified", [reason, *not_looked_at])
+    unjudged = _Layers(checkpoint, config, family, findings).check()
+    if unjudged is not None:
+        return Verdict("failed" if findings.faults else "unverified", [unjudged, *not_looked_at])
     not_looked_at.append("what every layer lacks alike: no skeleton of the model's class was built")
     return Verdict("failed" if findings.faults else "passed", not_looked_at)
 
@@ -44,9 +44,7 @@ def check_loading(checkpoint: Checkpoint, findings: Findings) -> Verdict:
 class _Layers:
     """The numbered layers of one stack against the config that counts them."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, config: Mapping[str, Any], family: Family, findings: Findings
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, config: Mapping[str, Any], family: Family, findings: Findings) -> None:
         self._tensors = checkpoint.tensors
         self._config = config
         self._family = family
@@ -175,9 +173,7 @@ class _Layers:
                 )
 
 
-def _difference(
-    layer: Mapping[str, StoredTensor], like: Mapping[str, StoredTensor]
-) -> tuple[str, str]:
+def _difference(layer: Mapping[str, StoredTensor], like: Mapping[str, StoredTensor]) -> tuple[str, str]:
     """One tensor in which two layers differ, and how."""
     for rest in sorted(like.keys() - layer.keys()):
         return rest, "is missing; it is there in"

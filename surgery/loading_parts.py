@@ -14,9 +14,9 @@ from surgery.checkpoint import Checkpoint
 from surgery.errors import SourceError
 from surgery.layer_ranges import compact_ranges
 from surgery.rehash import Reader
-from surgery.verdicts import Findings
 from surgery.safetensors_file import StoredTensor
 from surgery.storage import read_bytes
+from surgery.verdicts import Findings
 
 _TEXT_SECTIONS = ("text_config", "llm_config", "language_config")
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -151,9 +151,7 @@ def check_mtp(checkpoint: Checkpoint, config: Config, findings: Findings) -> Non
     )
 
 
-def check_embeddings(
-    checkpoint: Checkpoint, config: Config, findings: Findings, *, known_family: bool
-) -> None:
+def check_embeddings(checkpoint: Checkpoint, config: Config, findings: Findings, *, known_family: bool) -> None:
     """Rows are the vocabulary, columns the hidden size. A family that nobody described may mean it otherwise."""
     tell = findings.fault if known_family else findings.note
     vocabulary, hidden = _count(config, "vocab_size"), _count(config, "hidden_size")
@@ -199,10 +197,10 @@ def check_experts(checkpoint: Checkpoint, config: Config, findings: Findings) ->
         return
     rows = expected + (_count(config, "zero_expert_num") or 0)
     routers = [
-        tensor
+        router
         for prefix in ids
         for rest in _ROUTERS
-        if (tensor := checkpoint.tensors.get(f"{prefix}.{rest}")) is not None and tensor.dtype in _FLOATS
+        if (router := checkpoint.tensors.get(f"{prefix}.{rest}")) is not None and router.dtype in _FLOATS
     ]
     for tensor, size in [*((t, expected) for t in fused), *((t, rows) for t in routers)]:
         if tensor.shape and tensor.shape[0] != size:

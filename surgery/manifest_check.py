@@ -10,9 +10,9 @@ import msgspec
 
 from surgery.manifest import MANIFEST_FORMAT, MANIFEST_NAME, Manifest, ManifestTensor
 from surgery.manifest_reader import ManifestReader
-from surgery.verdicts import Findings
 from surgery.safetensors_file import StoredTensor, tensor_nbytes
 from surgery.tiling import Tile
+from surgery.verdicts import Findings
 
 _KEEPS_NAMES = frozenset({"trim", "repack"})
 """Operations after which a whole copy has its source's name, but for the layer's number."""

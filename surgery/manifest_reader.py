@@ -38,7 +38,6 @@ class ManifestReader:
         self._dropped_at = self._tensors_at = 0
         try:
             self.head = self._read_head()
-            self.has_checksum = not self._ends_with_tensors()
         except FileNotFoundError:
             raise
         except OSError as error:
@@ -65,11 +64,6 @@ class ManifestReader:
             raise self._damaged("it ends before its list of tensors")
         return line
 
-    def _ends_with_tensors(self) -> bool:
-        with self._path.open("rb") as file:
-            file.seek(-3, 2)
-            return file.read() == b"]}\n"
-
     def dropped(self) -> Iterator[Dropped]:
         yield from self._entries(self._dropped_at, _DROPPED, msgspec.json.Decoder(Dropped))
 
@@ -78,9 +72,7 @@ class ManifestReader:
         yield from self._entries(self._tensors_at, _TENSORS, msgspec.json.Decoder(ManifestTensor))
 
     def checksum_fault(self) -> str | None:
-        """What is wrong with the manifest's own checksum; None where it is right, or where there is none."""
-        if not self.has_checksum:
-            return None
+        """What is wrong with the manifest's own checksum; None where it is right."""
         hasher = xxhash.xxh3_128()
         with self._path.open("rb") as file:
             left = self._path.stat().st_size - _TRAILER_NBYTES
@@ -89,7 +81,7 @@ class ManifestReader:
                 left -= len(block)
             trailer = _TRAILER.fullmatch(file.read())
         if trailer is None:
-            return "the line of its own checksum is damaged"
+            return "it does not end with its own checksum"
         found, said = hasher.hexdigest(), trailer[1].decode()
         return None if found == said else f"its bytes hash to {found}; its last line says {said}"
 
@@ -103,18 +95,9 @@ class ManifestReader:
                     if not line.endswith(b"},\n"):
                         break
                     yield self._decoded(line[:-2], decoder)
-                if not line.endswith((b"}],\n", b"}]}\n")):
+                if not line.endswith(b"}],\n"):
                     raise self._damaged(f"a list ends with {_shown(line)}")
                 yield self._decoded(line[:-3], decoder)
-            if key == _TENSORS:
-                self._require_end(line, file.read(_TRAILER_NBYTES + 1))
-
-    def _require_end(self, last_line: bytes, rest: bytes) -> None:
-        """After the tensors there is the checksum's line, or nothing."""
-        if last_line.endswith(b"],\n") != bool(_TRAILER.fullmatch(b",\n" + rest)) or (
-            last_line.endswith(b"]}\n") and rest
-        ):
-            raise self._damaged(f"its tensors are followed by {_shown(rest)}")
 
     def _decoded(self, data: bytes, decoder: msgspec.json.Decoder[Decoded]) -> Decoded:
         try:

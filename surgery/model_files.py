@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -11,9 +12,12 @@ from typing import Any
 import msgspec
 
 from surgery.errors import Finding, SourceError
+from surgery.regular_file import refuse_git_lfs_pointer
+from surgery.side_files import Links, is_weight_file
 from surgery.storage import read_bytes
 
 MAX_INDEX_NBYTES = 512 << 20
+"""Several times the index of a million tensors."""
 INDEX_SUFFIX = ".safetensors.index.json"
 _NOT_THE_MODEL = ("consolidated", "adapter_model")
 _RANK_FILE = re.compile(
@@ -38,104 +42,114 @@ class ModelFiles(msgspec.Struct):
     alternative: str | None = None
 
 
-def choose_model_files(root: Path, chosen: str | None, findings: list[Finding]) -> ModelFiles:
-    """The model's files in `root`; `chosen` is the file the user named, which then counts alone."""
+def choose_model_files(root: Path, chosen: str | None, links: Links, findings: list[Finding]) -> ModelFiles:
+    """The model's files in `root`; `chosen` is the file that the user named, which then counts alone."""
     if chosen is not None and not chosen.endswith(INDEX_SUFFIX):
-        return ModelFiles([chosen], base_name=_base_name(chosen))
+        return _single(chosen)
     entries = sorted(path.name for path in root.iterdir())
-    indexes = [chosen] if chosen else [name for name in entries if name.endswith(INDEX_SUFFIX)]
+    if chosen is not None:
+        return _indexed(root, chosen, entries, links, findings)
+    indexes = [name for name in entries if name.endswith(INDEX_SUFFIX) and not name.startswith(_NOT_THE_MODEL)]
     singles = [name for name in entries if name.endswith(".safetensors")]
-    if len(indexes) > 1 and f"model{INDEX_SUFFIX}" in indexes:
-        findings.append(
-            Finding(
-                "several-indexes",
-                "note",
-                f"of {len(indexes)} indexes, model{INDEX_SUFFIX} counts",
-                indexes[0],
-            )
-        )
-        indexes = [f"model{INDEX_SUFFIX}"]
-    if len(indexes) > 1:
-        _fault(
-            findings,
-            "several-indexes",
-            f"{len(indexes)} indexes are there: {', '.join(indexes)}",
-            "name the index file itself as SRC",
-        )
+    if not indexes:
+        return _unindexed(singles, entries, findings)
+    index_name = indexes[0] if len(indexes) == 1 else f"model{INDEX_SUFFIX}"
+    if index_name not in indexes:
+        what = f"{len(indexes)} indexes are there: {', '.join(indexes)}"
+        _fault(findings, "several-indexes", what, "name the index file itself as SRC", indexes[0])
         return ModelFiles([])
-    if indexes:
-        model = _indexed(root, indexes[0], entries, findings)
-        single = f"{indexes[0].removesuffix(INDEX_SUFFIX)}.safetensors"
-        if chosen is None and single in singles and single not in model.names:
+    if len(indexes) > 1:
+        what = f"{len(indexes)} indexes are there ({', '.join(indexes)}): {index_name} counts"
+        findings.append(Finding("several-indexes", "note", what, index_name, "name another index file itself as SRC"))
+    model = _indexed(root, index_name, entries, links, findings)
+    for single in (f"{index_name.removesuffix(INDEX_SUFFIX)}.safetensors", "model.safetensors"):
+        if single in singles and single not in model.names:
             model.alternative = single
-        return model
-    return _unindexed(singles, findings)
+            break
+    return model
 
 
 def _fault(findings: list[Finding], kind: str, what: str, mend: str, where: str = "") -> None:
     findings.append(Finding(kind, "fault", what, where, mend))
 
 
-def _base_name(file: str) -> str:
-    return file.removesuffix(".safetensors")
+def _single(name: str) -> ModelFiles:
+    """One file as the model. `model.fp16` has the variant fp16; of `x-00001-of-00002` the base name is x."""
+    shard = _SHARD_FILE.fullmatch(name)
+    base_name, _, variant = (shard[1] if shard else name.removesuffix(".safetensors")).partition(".")
+    return ModelFiles([name], base_name, variant or None)
 
 
-def _unindexed(singles: list[str], findings: list[Finding]) -> ModelFiles:
+def _unindexed(singles: list[str], entries: list[str], findings: list[Finding]) -> ModelFiles:
     """Without an index: `model.safetensors`, or the one file that can be the model."""
+    if "model.safetensors" in singles:
+        return ModelFiles(["model.safetensors"])
     ranks = [name for name in singles if _RANK_FILE.fullmatch(name)]
     if ranks:
         _fault(
             findings,
             "rank-partition",
-            f"{len(ranks)} files are tensor-parallel rank partitions (first {ranks[0]}), not storage shards",
-            "this version reads Hugging Face layouts only",
+            f"{len(ranks)} files are rank partitions of a tensor-parallel layout (first {ranks[0]}), "
+            "not storage shards: each holds a part of every tensor",
+            "this version reads Hugging Face layouts only: take the checkpoint that they were made from",
             ranks[0],
         )
         return ModelFiles([])
-    if "model.safetensors" in singles:
-        return ModelFiles(["model.safetensors"])
     candidates = [name for name in singles if not name.startswith(_NOT_THE_MODEL)]
-    if len(candidates) == 1 and not _SHARD_FILE.fullmatch(candidates[0]):
-        return ModelFiles(candidates, base_name=_base_name(candidates[0]))
+    if len(candidates) == 1:
+        shard = _SHARD_FILE.fullmatch(candidates[0])
+        if shard is None or int(shard[3]) == 1:
+            return _single(candidates[0])
     if candidates:
         _fault(
             findings,
             "no-index",
-            f"{len(candidates)} safetensors files and no index that says which are the model",
-            "`surgery index DIR > DIR/model.safetensors.index.json` writes the index that they deserve",
+            f"{len(candidates)} safetensors files ({_listed(candidates)}) and no index that says which are the model",
+            "`surgery index DIR > DIR/model.safetensors.index.json` writes the index that they deserve; "
+            "where one file is the whole model, name it as SRC",
             candidates[0],
         )
     elif singles:
         _fault(
             findings,
             "no-model",
-            f"only {', '.join(singles[:3])}: no weights in Hugging Face layout, and other names are not guessed",
-            "convert the publisher's format first, or name the file itself as SRC",
+            f"only {_listed(singles)}: no weights of a Hugging Face layout, and what belongs together is not guessed",
+            "get the Hugging Face files, or name the file itself as SRC",
             singles[0],
         )
     else:
-        _fault(findings, "no-model", "no safetensors file is there", "name a checkpoint directory")
+        others = [name for name in entries if is_weight_file(name)]
+        what = "no safetensors file is there" + (f", only {_listed(others)}" if others else "")
+        mend = "convert the weights to safetensors first" if others else "name a checkpoint directory"
+        _fault(findings, "no-model", what, mend, others[0] if others else "")
     return ModelFiles([])
 
 
-def _indexed(root: Path, index_name: str, entries: list[str], findings: list[Finding]) -> ModelFiles:
-    stem = index_name.removesuffix(INDEX_SUFFIX)
-    base_name, _, variant = stem.partition(".")
+def _listed(names: list[str], most: int = 20) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _indexed(root: Path, index_name: str, entries: list[str], links: Links, findings: list[Finding]) -> ModelFiles:
+    base_name, _, variant = index_name.removesuffix(INDEX_SUFFIX).partition(".")
     model = ModelFiles([], base_name, variant or None, index_name)
+    mend = "`surgery index DIR` prints the index that the files deserve"
+    reason = links.fault(root / index_name)
+    if reason is not None:
+        _fault(findings, "index", f"{index_name}: {reason}", "get the index again", index_name)
+        return model
     try:
         parsed = read_json(root / index_name, MAX_INDEX_NBYTES, index_name)
     except SourceError as error:
         _fault(findings, "index", f"{index_name}: {error.what}", error.mend, index_name)
         return model
     weight_map = parsed.get("weight_map") if isinstance(parsed, dict) else None
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        _fault(
-            findings,
-            "index",
-            f"{index_name} has no weight_map of names to files",
-            "make it anew: `surgery index`",
-            index_name,
-        )
+    if not isinstance(weight_map, dict) or not weight_map:
+        _fault(findings, "index", f"{index_name} has no weight_map of tensor names to files", mend, index_name)
+        return model
+    odd = next((name for name, file in weight_map.items() if not isinstance(file, str)), None)
+    if odd is not None:
+        what = f"{index_name}: the file of {odd} is {json.dumps(weight_map[odd]):.60}, not a file name"
+        _fault(findings, "index", what, mend, index_name)
         return model
     metadata = parsed.get("metadata")
     model.total_size = metadata.get("total_size") if isinstance(metadata, dict) else None
@@ -146,68 +160,50 @@ def _indexed(root: Path, index_name: str, entries: list[str], findings: list[Fin
 
 
 def _contained(weight_map: dict[str, str], index_name: str, findings: list[Finding]) -> dict[str, str]:
-    """File names as plain paths below the root; a name that leaves it is refused before anything is opened."""
-    plain: dict[str, str] = {}
+    """File names as plain paths below the root; a name that leaves it is refused before anything is opened (X01)."""
     normal: dict[str, str | None] = {}
     for tensor, file in weight_map.items():
         if file not in normal:
             normal[file] = _normalised(file)
             if normal[file] is None:
-                _fault(
-                    findings,
-                    "file-name",
-                    f"the index names {file!r}, which is no plain path inside the checkpoint",
-                    "correct the index: file names only",
-                    index_name,
-                )
-        name = normal[file]
-        if name is not None:
-            plain[tensor] = name
-    return plain
+                what = f"{index_name} names the file {file!r}, which is no plain path inside the checkpoint"
+                _fault(findings, "file-name", what, "correct the index: it may have file names only", index_name)
+        weight_map[tensor] = normal[file] or ""  # one string object a file
+    return {tensor: file for tensor, file in weight_map.items() if file} if None in normal.values() else weight_map
 
 
 def _normalised(file: str) -> str | None:
     if not file or file.startswith("/") or "\\" in file or "\0" in file or re.match(r"[A-Za-z]:", file):
         return None
     parts = [part for part in file.split("/") if part not in ("", ".")]
-    if not parts or ".." in parts:
-        return None
-    return "/".join(parts)
+    return "/".join(parts) if parts and ".." not in parts else None
 
 
 def _judge_missing(model: ModelFiles, entries: list[str], root: Path, findings: list[Finding]) -> None:
-    """All missing files at once, how many tensors they hold, and whether the index is of another save (case X05)."""
+    """All missing files at once, how many tensors they hold, and whether the index is of another save (case X05).
+
+    A link to nowhere counts as present here: it is told apart when it is opened.
+    """
     assert model.index is not None
     present = set(entries)
-    missing = [
-        name
-        for name in model.names
-        if name not in present and not (root / name).exists() and not (root / name).is_symlink()
-    ]
+    missing = {name for name in model.names if name not in present and not os.path.lexists(root / name)}
     if not missing:
         return
     counts = Counter(model.index.values())
-    lost = sum(counts[name] for name in missing)
     others = [name for name in entries if _SHARD_FILE.fullmatch(name) and name not in model.names]
-    stale = (
-        f"; {len(others)} other shards are there (first {others[0]}): the index is of another save" if others else ""
-    )
+    stale = f"; {len(others)} shards that it does not name are there (first {others[0]}): it is stale" if others else ""
+    rebuild = f"`surgery index DIR > DIR/{model.index_name}` builds the index anew from the headers"
     _fault(
         findings,
         "missing-file",
-        f"{len(missing)} of {len(model.names)} files are missing, with {lost} tensors: "
-        + ", ".join(missing[:20])
-        + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
-        + stale,
-        f"`surgery index DIR > DIR/{model.index_name}` rebuilds the index from the headers"
-        if others
-        else "get the missing files: the download was not complete",
-        missing[0],
+        f"{len(missing)} of the {len(model.names)} files in {model.index_name} are missing, "
+        f"with {sum(counts[name] for name in missing)} tensors: {_listed(sorted(missing))}{stale}",
+        rebuild if others else "get the missing files: the download was not complete",
+        min(missing),
     )
     model.names = [name for name in model.names if name not in missing]
-    model.index = (
-        {name: file for name, file in model.index.items() if file not in missing} if not others else model.index
-    )
+    if not others:
+        model.index = {name: file for name, file in model.index.items() if file not in missing}
 
 
 class _DuplicateKey(ValueError):
@@ -223,15 +219,24 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_json(path: Path, max_nbytes: int, where: str) -> Any:
-    """A small JSON file, keys in order and unique. Raises `SourceError` with the place of the fault."""
+    """A small JSON file, keys in order and unique; NaN and Infinity pass. Raises `SourceError` with the reason."""
     data = read_bytes(path, max_nbytes, where)
+    again = "get the file again, or correct it"
+    refuse_git_lfs_pointer(data[:1024], len(data), where)
     if data.startswith(b"\xef\xbb\xbf"):
-        raise SourceError("it begins with a byte order mark, which JSON forbids", where, "save it as UTF-8 without BOM")
-    if data.startswith(b"version https://git-lfs"):
-        raise SourceError("a Git LFS pointer, not the file", where, "run `git lfs pull`")
+        raise SourceError("it begins with a byte order mark, which JSON forbids", where, "save it as UTF-8 without it")
     try:
-        return json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
     except UnicodeDecodeError as error:
-        raise SourceError(f"not UTF-8 at byte {error.start}", where, "get the file again") from error
+        raise SourceError(f"not UTF-8 at byte {error.start}", where, again) from error
+    except _DuplicateKey as error:
+        raise SourceError(str(error), where, "loaders disagree on which counts: leave one of them") from error
     except (ValueError, RecursionError) as error:
-        raise SourceError(f"not JSON: {error}", where, "get the file again, or correct it") from error
+        what = "the file is empty" if not data.strip() else f"not JSON: {error}"
+        raise SourceError(what, where, again) from error
+    if b"\\ud" in data or b"\\uD" in data:
+        try:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except (UnicodeEncodeError, RecursionError) as error:
+            raise SourceError("a text in it has half a character (a lone surrogate)", where, again) from error
+    return value

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -26,13 +27,13 @@ class ShortFile(OSError):
     """The file ends inside the range that was asked for."""
 
 
-def open_regular(path: Path) -> int:
-    """A descriptor for reading. Raises OSError, also for a FIFO or device, without waiting for one."""
+def open_regular(path: Path) -> io.FileIO:
+    """A file for reading, unbuffered. Raises OSError, also for a FIFO or device, without waiting for one."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return descriptor
+    return io.FileIO(descriptor, "rb")
 
 
 def is_sparse(descriptor: int) -> bool:
@@ -74,7 +75,8 @@ class Reader:
     def __init__(
         self, path: Path, buffer: memoryview | None = None, advance: Callable[[int], None] | None = None
     ) -> None:
-        self._descriptor = open_regular(path)
+        self._file = open_regular(path)
+        self._descriptor = self._file.fileno()
         self._path = path
         self._sparse = is_sparse(self._descriptor)
         self._buffer = buffer if buffer is not None else memoryview(bytearray(BUFFER_NBYTES))
@@ -89,7 +91,7 @@ class Reader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         forget_pages(self._descriptor, self._kept_from, self._read_to - self._kept_from)
-        os.close(self._descriptor)
+        self._file.close()
 
     @property
     def nbytes(self) -> int:
@@ -122,7 +124,9 @@ class Reader:
     def _data_blocks(self, position: int, end: int) -> Iterator[memoryview]:
         while position < end:
             wanted = self._buffer[: min(len(self._buffer), end - position)]
-            got = os.preadv(self._descriptor, [wanted], position)
+            # Looking for holes moves the file's position, so it is set for every read.
+            self._file.seek(position)
+            got = self._file.readinto(wanted)
             if not got:
                 raise ShortFile(errno.EIO, "the file became shorter while it was read", str(self._path))
             self._note_read(position, position + got)

@@ -42,7 +42,7 @@ class Staging:
         self.replaces = False
         self._judge_out(overwrite)
         self.inside = self._must_stage_inside()
-        self.path = self.out / PARTIAL_SUFFIX if self.inside else self.out.parent / f".{self.out.name}{PARTIAL_SUFFIX}"
+        self.path = _staging_paths(self.out)[self.inside]
         self.content = self.path / CONTENT_NAME
         self._lock: int | None = None
 
@@ -88,24 +88,17 @@ class Staging:
         try:
             self.path.mkdir(exist_ok=True)
             self.content.mkdir(exist_ok=True)
-            self._lock = os.open(self.path / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o666)
+            self._lock = _locked(self.path)
         except OSError as error:
             raise OutputError(
                 f"cannot make the staging directory: {error.strerror}",
                 str(self.path),
                 "check space and permissions",
             ) from error
-        if fcntl is not None:
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                os.close(self._lock)
-                self._lock = None
-                raise OutputError(
-                    "another run is writing this output",
-                    str(self.path),
-                    "wait for it to end, or name another OUT",
-                ) from error
+        if self._lock is None:
+            raise OutputError(
+                "another run is writing this output", str(self.path), "wait for it to end, or name another OUT"
+            )
         if self.inside:
             self._undo_publishing()
         return self
@@ -191,6 +184,34 @@ class Staging:
         for name in moving["old"]:
             (self.out / name).unlink(missing_ok=True)
         (self.path / PUBLISHING_NAME).unlink()
+
+
+def _staging_paths(out: Path) -> tuple[Path, Path]:
+    """Where the output grows: beside OUT, and inside it."""
+    return out.parent / f".{out.name}{PARTIAL_SUFFIX}", out / PARTIAL_SUFFIX
+
+
+def _locked(staging: Path) -> int | None:
+    """A handle that holds the staging directory's lock; None where another process holds it."""
+    descriptor = os.open(staging / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o666)
+    if fcntl is not None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+            return None
+    return descriptor
+
+
+def remove_leftovers(out: Path) -> None:
+    """The staging of a run that was killed between publishing and cleaning up; another run's is left alone."""
+    for staging in _staging_paths(_resolved(out)):
+        if not staging.is_dir() or not os.access(staging, os.W_OK):
+            continue
+        descriptor = _locked(staging)
+        if descriptor is not None:
+            shutil.rmtree(staging, ignore_errors=True)
+            os.close(descriptor)
 
 
 def _publishing(out: Path) -> dict[str, list[str]] | None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
-import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from surgery.errors import SourceError, UsageError
+from surgery.regular_file import open_regular, read_exactly
 
 BLOCK_NBYTES = 1 << 20
+"""Size of each of the two buffers of a comparison."""
 
 
 def local_path(location: str | Path) -> Path:
@@ -17,62 +20,82 @@ def local_path(location: str | Path) -> Path:
     text = str(location)
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text):
         raise UsageError(
-            f"{text} is a URL; this version reads local directories and files",
+            f"{text} is a URL; a local directory, a .safetensors file or an .index.json file is expected",
             "SRC",
             "download it first, for instance with `hf download`",
         )
-    return Path(text)
+    if not text or "\0" in text:
+        raise UsageError("an empty path" if not text else "a path with a NUL character", "SRC", "name a directory")
+    return Path(location)
 
 
 def read_bytes(path: Path, max_nbytes: int, where: str | None = None) -> bytes:
-    """A small file whole. Raises `SourceError` for FIFOs, devices, files over `max_nbytes` and what cannot be read."""
+    """A small file whole. Raises `SourceError` for what is no regular file, is too large or cannot be read."""
     place = where or str(path)
-    try:
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    except OSError as error:
-        raise SourceError(f"cannot open: {error.strerror}", place, "check the path and its permissions") from error
-    with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise SourceError("not a regular file", place, "put a file there")
+    with open_regular(path, place) as (descriptor, status):
         if status.st_size > max_nbytes:
-            raise SourceError(
-                f"{status.st_size} bytes; at most {max_nbytes} are read of such a file",
-                place,
-                "check the file",
-            )
-        try:
-            return file.read(max_nbytes)
-        except OSError as error:
-            raise SourceError(f"cannot read: {error.strerror}", place, "check the disk") from error
+            what = f"{status.st_size} bytes; at most {max_nbytes} are read of such a file"
+            raise SourceError(what, place, "look at the file: it is not what its name says")
+        return read_exactly(descriptor, status.st_size, place)
 
 
 def same_bytes(path_a: Path, offset_a: int, path_b: Path, offset_b: int, nbytes: int) -> bool:
-    """Whether two ranges hold the same bytes; streaming, two fixed buffers."""
-    first, second = bytearray(BLOCK_NBYTES), bytearray(BLOCK_NBYTES)
-    try:
-        with path_a.open("rb", buffering=0) as file_a, path_b.open("rb", buffering=0) as file_b:
-            file_a.seek(offset_a)
-            file_b.seek(offset_b)
-            while nbytes:
-                size = min(nbytes, BLOCK_NBYTES)
-                got_a = _fill(file_a, memoryview(first)[:size])
-                got_b = _fill(file_b, memoryview(second)[:size])
-                if got_a != size or got_b != size:
-                    raise SourceError("the file became shorter while it was read", str(path_a), "run again")
-                if first[:size] != second[:size]:
-                    return False
-                nbytes -= size
-    except OSError as error:
-        raise SourceError(f"cannot read: {error.strerror}", str(error.filename or path_a), "check the disk") from error
+    """Whether two ranges hold the same bytes: streaming, two fixed buffers, common holes skipped.
+
+    Raises `SourceError` where a range goes past its file's end.
+    """
+    with (
+        open_regular(path_a, str(path_a)) as (file_a, status_a),
+        open_regular(path_b, str(path_b)) as (file_b, status_b),
+    ):
+        for path, status, end in ((path_a, status_a, offset_a + nbytes), (path_b, status_b, offset_b + nbytes)):
+            if status.st_size < end:
+                what = f"{status.st_size} bytes; {end} were there when its header was read"
+                raise SourceError(what, str(path), "let nothing write to the source, and run again")
+        if os.path.samestat(status_a, status_b) and offset_a == offset_b:
+            return True
+        buffers = memoryview(bytearray(BLOCK_NBYTES)), memoryview(bytearray(BLOCK_NBYTES))
+        for start, end in _blocks(file_a, offset_a, file_b, offset_b, nbytes):
+            size = end - start
+            _fill(file_a, buffers[0][:size], offset_a + start, path_a)
+            _fill(file_b, buffers[1][:size], offset_b + start, path_b)
+            if buffers[0][:size] != buffers[1][:size]:
+                return False
     return True
 
 
-def _fill(file: object, into: memoryview) -> int:
+def _blocks(file_a: int, offset_a: int, file_b: int, offset_b: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    """`(start, end)` pieces of the range, at most a block each, without those where both files have a hole."""
+    position = 0
+    while position < nbytes:
+        position = min(
+            _next_data(file_a, offset_a + position) - offset_a, _next_data(file_b, offset_b + position) - offset_b
+        )
+        if position >= nbytes:
+            return
+        end = min(position + BLOCK_NBYTES, nbytes)
+        yield position, end
+        position = end
+
+
+def _next_data(descriptor: int, offset: int) -> int:
+    """The first position from `offset` on that is in no hole, as far as the system can tell."""
+    if not hasattr(os, "SEEK_DATA"):
+        return offset
+    try:
+        return os.lseek(descriptor, offset, os.SEEK_DATA)
+    except OSError as error:
+        # ENXIO: nothing but a hole up to the end. Any other: a filesystem that does not know holes.
+        return 1 << 62 if error.errno == errno.ENXIO else offset
+
+
+def _fill(descriptor: int, into: memoryview, offset: int, path: Path) -> None:
     done = 0
     while done < len(into):
-        got = file.readinto(into[done:])  # type: ignore[attr-defined]
+        try:
+            got = os.preadv(descriptor, [into[done:]], offset + done)
+        except OSError as error:
+            raise SourceError(f"cannot read: {error.strerror}", str(path), "check the disk") from error
         if not got:
-            break
+            raise SourceError("the file became shorter while it was read", str(path), "run again when it is complete")
         done += got
-    return done

@@ -420,7 +420,6 @@ def test_a_tensor_over_two_gibibytes_arrives_whole_and_holes_stay_holes(tmp_path
     source = big_sparse(tmp_path / "source", nbytes)
     assert support.run_surgery("rename", source, tmp_path / "out", "--map", "w=v").returncode == 0
     result = tmp_path / "out" / "model.safetensors"
-    assert result.read_bytes()[:8] == (source / "model.safetensors").read_bytes()[:8] or True
     with result.open("rb") as file:
         file.seek(-16, os.SEEK_END)
         assert file.read() == b"the last 16 byte"

@@ -143,13 +143,18 @@ def _usage(error: click.ClickException, arguments: list[str]) -> int:
 
 def _failed(error: BaseException, arguments: list[str]) -> int:
     from surgery.cli.output import emit_error
-    from surgery.errors import OutputError, SurgeryError
+    from surgery.errors import OutputError, SourceError, SurgeryError
 
     if isinstance(error, SurgeryError):
         emit_error(error, as_json=_wants_json(arguments))
         return error.exit_code
-    if isinstance(error, OSError) and error.filename is None and not _can_flush():
-        return _cannot_write_answer(error)
+    if isinstance(error, OSError):
+        # The executor tells of its own files; what is left is a source that went away while it was looked at.
+        failure = SourceError(
+            error.strerror or str(error), str(error.filename or "surgery"), "check the source, and run again"
+        )
+        emit_error(failure, as_json=_wants_json(arguments))
+        return failure.exit_code
     if isinstance(error, MemoryError):
         emit_error(
             OutputError("out of memory", "surgery", "give a smaller --memory or fewer --workers"),

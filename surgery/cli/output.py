@@ -5,12 +5,22 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from surgery.errors import SurgeryError, printable
+from surgery.errors import OutputError, SurgeryError, printable
 
 
 def emit(text: str) -> None:
     """The answer, to stdout. Names in it must have been made printable."""
-    sys.stdout.write(text if text.endswith("\n") else text + "\n")
+    _write(text if text.endswith("\n") else text + "\n")
+
+
+def _write(text: str) -> None:
+    """To stdout. A reader that left is for `main` to judge; an answer that cannot be written is a failure."""
+    try:
+        sys.stdout.write(text)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(f"cannot write the answer: {error.strerror}", "stdout", "check where stdout goes") from error
 
 
 def emit_json(document: Any) -> None:
@@ -18,7 +28,7 @@ def emit_json(document: Any) -> None:
     import msgspec
 
     data = msgspec.json.format(msgspec.json.encode(document), indent=2)
-    sys.stdout.write(data.decode() + "\n")
+    _write(data.decode() + "\n")
 
 
 def message(text: str) -> None:

@@ -1,0 +1,62 @@
+"""The command that proves: verify."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from surgery.cli.output import emit, emit_json
+from surgery.cli.progress import ConsoleProgress
+from surgery.storage import local_path
+from surgery.verify import report_text, sums, verify
+
+EXIT_FINDINGS = 1
+
+
+@click.command("verify")
+@click.argument("directory", metavar="DIR")
+@click.option("--against", "source", metavar="SRC", help="Derive every byte again from SRC, by an independent path.")
+@click.option(
+    "--sample", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Compare this share of the tensors."
+)
+@click.option("--seed", type=int, default=0, help="Which share --sample takes.")
+@click.option("--workers", type=click.IntRange(1, 64), default=2, show_default=True, help="Threads that hash.")
+@click.option("--sums", "as_sums", is_flag=True, help="Print lines for `sha256sum -c` and judge nothing.")
+@click.option("--json", "as_json", is_flag=True, help="The report as one JSON document on stdout.")
+@click.pass_context
+def verify_command(
+    context: click.Context,
+    directory: str,
+    source: str | None,
+    sample: float,
+    seed: int,
+    workers: int,
+    as_sums: bool,
+    as_json: bool,
+) -> None:
+    """Judge DIR: integrity (headers, index, every checksum of its manifest) and loading, as far as headers tell.
+
+    \b
+    Example:
+      surgery verify OUT
+      surgery verify OUT --against SRC --sample 0.1
+      surgery verify OUT --sums > SHA256SUMS
+
+    Exit 0: nothing found; 1: findings; 3: there is nothing to judge.
+    """
+    path = local_path(directory)
+    if as_sums:
+        for line in sums(path):
+            emit(line)
+        return
+    against: Path | None = local_path(source) if source is not None else None
+    report = verify(
+        path, against=against, sample=sample, seed=seed, workers=workers, progress=ConsoleProgress("verifying")
+    )
+    if as_json:
+        emit_json(report)
+    else:
+        emit(report_text(report))
+    if any(finding.severity == "fault" for finding in report.findings):
+        context.exit(EXIT_FINDINGS)

@@ -1,0 +1,235 @@
+"""What the definition of a tiling says, evaluated with numpy on the bytes of two files: nothing is shared with the
+code that wrote them.
+
+A `Tile` has at `index` the element `start + sum(index * strides)` of its stored tensor. Everything is compared in
+units: bytes, or for dtypes below a byte single bits, so one rule serves every dtype.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from surgery.rehash import forget_pages, is_sparse, next_data, next_hole, open_regular
+from surgery.tiling import Fill, Tile, Tiling
+
+if TYPE_CHECKING:
+    import numpy
+
+    Array = numpy.ndarray[Any, Any]
+
+BLOCK_NBYTES = 4 << 20
+"""Bytes compared at a time; a block that lies scattered is read in a span of at most four times that."""
+
+_SPREAD = 4
+_SMALL_SPAN_NBYTES = 64 << 10
+_MAX_GRID_CELLS = 4 << 20
+
+Box = tuple[tuple[int, int], ...]
+"""Per axis begin and end, within a tile."""
+
+
+class ByteFile:
+    """One file, read in blocks that numpy looks at. Raises OSError where it ends too early."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = open_regular(path)
+        self._descriptor = self._file.fileno()
+        self._sparse = is_sparse(self._descriptor)
+
+    def close(self) -> None:
+        forget_pages(self._descriptor, 0, 1 << 62)
+        self._file.close()
+
+    def read(self, start: int, nbytes: int) -> Array:
+        import numpy as np
+
+        # Looking for holes moves the file's position, so it is set for every read.
+        self._file.seek(start)
+        array: Array = np.fromfile(self._file, np.uint8, nbytes)
+        if len(array) != nbytes:
+            raise OSError(errno.EIO, f"the file ends before byte {start + nbytes}", str(self.path))
+        return array
+
+    def data(self, position: int, end: int) -> tuple[int, int]:
+        """Begin and end of the next run in [position, end) that is in no hole."""
+        if not self._sparse:
+            return position, end
+        start = next_data(self._descriptor, position, end)
+        return start, next_hole(self._descriptor, start, end) if start < end else end
+
+
+def first_difference(
+    first: ByteFile, at_first: int, second: ByteFile, at_second: int, nbytes: int, advance: Callable[[int], None]
+) -> int | None:
+    """The first byte at which two ranges differ; None where they are equal. What is a hole in both is not read."""
+    import numpy as np
+
+    position = 0
+    while position < nbytes:
+        runs = [
+            (begin - at, end - at)
+            for file, at in ((first, at_first), (second, at_second))
+            for begin, end in [file.data(at + position, at + nbytes)]
+        ]
+        start = min(begin for begin, _ in runs)
+        end = min(max(end for _, end in runs), start + BLOCK_NBYTES) if start < nbytes else nbytes
+        if start < end:
+            one, other = first.read(at_first + start, end - start), second.read(at_second + start, end - start)
+            if not np.array_equal(one, other):
+                return start + int(np.flatnonzero(one != other)[0])
+        advance(end - position)
+        position = end
+    return None
+
+
+def coverage_fault(tiling: Tiling) -> str | None:
+    """Whether the boxes cover every element exactly once; what is wrong where they do not.
+
+    Counted on the grid that the boxes' own edges make, which is far smaller than the tensor.
+    """
+    import numpy as np
+
+    shape = tiling.shape
+    if 0 in shape:
+        return None if not tiling.tiles else "boxes in a tensor without elements"
+    for box in tiling.tiles:
+        if len(box.offset) != len(shape) or len(box.shape) != len(shape):
+            return "a box has another number of axes than the tensor"
+        if any(o < 0 or n < 1 or o + n > size for o, n, size in zip(box.offset, box.shape, shape, strict=True)):
+            return "a box reaches out of the tensor"
+    edges = [
+        sorted({0, size, *(o for box in tiling.tiles for o in (box.offset[a], box.offset[a] + box.shape[a]))})
+        for a, size in enumerate(shape)
+    ]
+    if math.prod(len(edge) - 1 for edge in edges) > _MAX_GRID_CELLS:
+        covered = sum(math.prod(box.shape) for box in tiling.tiles)
+        return None if covered == math.prod(shape) else "the boxes do not cover the tensor once"
+    grid = np.zeros([len(edge) - 1 for edge in edges], np.int32)
+    places = [{value: number for number, value in enumerate(edge)} for edge in edges]
+    for box in tiling.tiles:
+        cells = tuple(slice(place[o], place[o + n]) for place, o, n in zip(places, box.offset, box.shape, strict=True))
+        grid[cells] += 1
+    return None if bool((grid == 1).all()) else "the boxes do not cover every element exactly once"
+
+
+def tile_difference(
+    tile: Tile | Fill,
+    out: ByteFile,
+    out_offset: int,
+    out_shape: Sequence[int],
+    source: ByteFile | None,
+    bits: int,
+    advance: Callable[[int], None],
+) -> tuple[int, ...] | None:
+    """The index in the tensor of a block of the tile that is not as it should be; None where all are right."""
+    import numpy as np
+
+    out_strides = _c_strides(out_shape)
+    source_strides = tile.strides if isinstance(tile, Tile) else (0,) * len(tile.shape)
+    for box in _blocks(tile.shape, out_strides, source_strides, bits):
+        shape = [end - begin for begin, end in box]
+        at = [o + begin for o, (begin, _) in zip(tile.offset, box, strict=True)]
+        first = sum(a * s for a, s in zip(at, out_strides, strict=True))
+        held = _load(out, out_offset, first, shape, out_strides, bits)
+        if isinstance(tile, Tile):
+            assert source is not None
+            begin = tile.start + sum(b * s for (b, _), s in zip(box, tile.strides, strict=True))
+            wanted = _load(source, tile.source.offset, begin, shape, tile.strides, bits)
+        else:
+            wanted = _pattern(tile.element, bits, first, shape, out_strides)
+        if not np.array_equal(held, np.broadcast_to(wanted, held.shape)):
+            return tuple(at)
+        advance(math.prod(shape) * bits // 8)
+    return None
+
+
+def _c_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+def _blocks(
+    shape: Sequence[int], out_strides: Sequence[int], source_strides: Sequence[int], bits: int
+) -> Iterator[Box]:
+    """The tile in boxes of at most BLOCK_NBYTES. The axis that reaches farthest in both files is halved first, so
+    that a transposed block is about square and neither side is read in crumbs."""
+    # A bit takes a byte once it is unpacked.
+    limit = max(1, BLOCK_NBYTES // (bits // 8 if bits % 8 == 0 else bits))
+    waiting: list[Box] = [tuple((0, size) for size in shape)]
+    while waiting:
+        box = waiting.pop()
+        if math.prod(end - begin for begin, end in box) <= limit:
+            yield box
+            continue
+        reach = [
+            (end - begin - 1) * (abs(out) + abs(source))
+            for (begin, end), out, source in zip(box, out_strides, source_strides, strict=True)
+        ]
+        axis = reach.index(max(reach))
+        begin, end = box[axis]
+        middle = (begin + end) // 2
+        waiting.append((*box[:axis], (middle, end), *box[axis + 1 :]))
+        waiting.append((*box[:axis], (begin, middle), *box[axis + 1 :]))
+
+
+def _load(file: ByteFile, base: int, first: int, shape: Sequence[int], strides: Sequence[int], bits: int) -> Array:
+    """Elements `first + sum(index * strides)` of the tensor at byte `base`, as units on one more axis."""
+    import numpy as np
+
+    last = first + sum((size - 1) * step for size, step in zip(shape, strides, strict=True) if step > 0)
+    lowest = first + sum((size - 1) * step for size, step in zip(shape, strides, strict=True) if step < 0)
+    count = math.prod(shape)
+    farthest = max(range(len(shape)), key=lambda axis: abs(strides[axis]) * (shape[axis] > 1), default=None)
+    span = last - lowest + 1
+    if span > _SPREAD * count and span * bits > 8 * _SMALL_SPAN_NBYTES and farthest is not None:
+        # Scattered: most of what lies between is not worth reading. Halves along the axis that reaches farthest.
+        middle = shape[farthest] // 2
+        parts = [
+            _load(
+                file,
+                base,
+                first + begin * strides[farthest],
+                [*shape[:farthest], size, *shape[farthest + 1 :]],
+                strides,
+                bits,
+            )
+            for begin, size in ((0, middle), (middle, shape[farthest] - middle))
+        ]
+        return np.concatenate(parts, axis=farthest)
+    start_bit, end_bit = lowest * bits, (last + 1) * bits
+    start, end = start_bit // 8, -(-end_bit // 8)
+    units = file.read(base + start, end - start)
+    width, skipped = bits // 8, (first - lowest) * bits // 8
+    if bits % 8:
+        units = np.unpackbits(units, bitorder="little")
+        width, skipped = bits, first * bits - start * 8
+    return np.lib.stride_tricks.as_strided(units[skipped:], (*shape, width), (*(step * width for step in strides), 1))
+
+
+def _pattern(element: str, bits: int, first: int, shape: Sequence[int], out_strides: Sequence[int]) -> Array:
+    """The units that a fill has in a block: one element, or below a byte the elements of whole bytes by turns."""
+    import numpy as np
+
+    data: Array = np.frombuffer(bytes.fromhex(element), np.uint8)
+    if bits % 8 == 0:
+        return data
+    elements: Array = np.unpackbits(data, bitorder="little").reshape(-1, bits)
+    if (elements == elements[0]).all():
+        return elements[:1]
+    turns = np.array(
+        [
+            (first + sum(i * s for i, s in zip(index, out_strides, strict=True))) % len(elements)
+            for index in itertools.product(*(range(size) for size in shape))
+        ]
+    )
+    patterned: Array = elements[turns].reshape(*shape, bits)
+    return patterned

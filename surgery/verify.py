@@ -1,0 +1,216 @@
+"""Verify: is a directory what its manifest says, what its config demands, and what its source had.
+
+Shares nothing with `execute` above the file format, so it cannot inherit its faults. Three verdicts that are never
+blurred (design section 7), and on demand the proof against the source. Reads only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from surgery.checkpoint import Checkpoint
+from surgery.errors import Finding, SourceError, UsageError
+from surgery.integrity import PARTIAL_NAME, Integrity
+from surgery.loading import check_loading
+from surgery.manifest import MANIFEST_NAME
+from surgery.manifest_check import check_manifest
+from surgery.manifest_reader import ManifestDamaged, ManifestReader
+from surgery.rehash import Reader
+from surgery.source_proof import Proof
+from surgery.verdicts import Answer, Counts, Findings, Report, SourceProof, Verdict, counted, report_text
+
+__all__ = ["Report", "report_text", "sums", "verify"]
+
+_NO_ENGINE = "no engine was run"
+
+
+class Progress(Protocol):
+    """Told of bytes as they are judged."""
+
+    def start(self, nbytes: int) -> None: ...
+
+    def add(self, nbytes: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def verify(
+    directory: Path,
+    *,
+    against: Path | None = None,
+    sample: float = 1.0,
+    seed: int = 0,
+    progress: Progress | None = None,
+    workers: int = 2,
+) -> Report:
+    """Judge `directory`; with `against` derive its bytes again from that source, or those of a `sample` of tensors.
+
+    Every fault of the content is a finding. Raises `SourceError` only where there is no directory to look at,
+    `UsageError` for a sample that is no share.
+    """
+    if not 0 < sample <= 1:
+        raise UsageError(f"the sample is {sample}; a share above 0 and up to 1 belongs there", "--sample")
+    _require_directory(directory, "DIR")
+    if against is not None and not against.exists():
+        raise SourceError("no such file or directory", str(against), "name the source of the output")
+    return _Verification(directory.resolve(), against, workers, progress).run(sample, seed)
+
+
+def _require_directory(directory: Path, where: str) -> None:
+    if directory.is_dir():
+        return
+    partial = directory.parent / f".{directory.name}{PARTIAL_NAME}"
+    if partial.is_dir():
+        mend = "run the command that makes it again: it resumes"
+        raise SourceError("the output is not finished: only its staging directory is there", str(partial), mend)
+    what = "not a directory" if directory.exists() else "no such directory"
+    raise SourceError(what, str(directory), f"name a checkpoint directory as {where}")
+
+
+class _Verification:
+    """The state of one verification."""
+
+    def __init__(self, directory: Path, against: Path | None, workers: int, progress: Progress | None) -> None:
+        self._directory = directory
+        self._against = against
+        self._workers = workers
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._counts = Counts()
+        self._integrity, self._loading, self._proof = Findings(), Findings(), Findings()
+
+    def run(self, sample: float, seed: int) -> Report:
+        reader = self._manifest()
+        checkpoint = Checkpoint.survey(self._directory)
+        loading = check_loading(checkpoint, self._loading)
+        self._take_survey(checkpoint, reader)
+        config = checkpoint.config
+        if reader is None:
+            self._count_only(checkpoint)
+        del checkpoint  # Up to half of the memory that verify needs, and not needed from here on.
+        not_looked_at: list[str] = []
+        proof: SourceProof | None = None
+        if self._against is not None:
+            proof = SourceProof("unverified", not_looked_at=["everything: no manifest says what came from where"])
+        if reader is None:
+            not_looked_at.append(
+                "tensor bytes: the manifest is damaged"
+                if self._integrity.faults and self._has_manifest()
+                else "tensor bytes: no manifest to compare with"
+            )
+        else:
+            try:
+                proof = self._judge(reader, config, sample, seed)
+            except ManifestDamaged as error:
+                self._integrity.fault("manifest", error.what, error.where, error.mend)
+                not_looked_at.append("tensor bytes behind the place where the manifest is damaged")
+        answer: Answer = "failed" if self._integrity.faults else "passed"
+        groups = (self._integrity, self._loading, self._proof)
+        return Report(
+            str(self._directory),
+            reader.head.plan if reader is not None else None,
+            Verdict(answer, not_looked_at),
+            loading,
+            Verdict("unverified", [_NO_ENGINE]),
+            proof,
+            self._counts,
+            [finding for group in groups for finding in group.kept],
+            counted(groups),
+        )
+
+    def _has_manifest(self) -> bool:
+        return os.path.lexists(self._directory / MANIFEST_NAME)
+
+    def _manifest(self) -> ManifestReader | None:
+        try:
+            return ManifestReader(self._directory)
+        except FileNotFoundError:
+            if (self._directory / PARTIAL_NAME).is_dir():
+                self._integrity.fault(
+                    "not-finished",
+                    "the output is not finished: its staging directory is there and no manifest",
+                    str(self._directory / PARTIAL_NAME),
+                    "run the command that makes it again: it resumes",
+                )
+        except ManifestDamaged as error:
+            self._integrity.fault("manifest", error.what, error.where, error.mend)
+        return None
+
+    def _take_survey(self, checkpoint: Checkpoint, reader: ManifestReader | None) -> None:
+        listed = reader.head.files if reader is not None else {}
+        for finding in checkpoint.findings:
+            if finding.kind == "missing-file" and finding.where in listed:
+                continue  # Said file by file, with their tensors, when they are compared with the manifest.
+            if finding.kind == "duplicate-tensor":
+                # Equal bytes or not, some loaders refuse a tensor that is there twice (case X08).
+                finding = msgspec.structs.replace(finding, severity="fault")
+            self._integrity.add(finding)
+        if reader is None:
+            for stray in checkpoint.strays:
+                self._integrity.add(Finding("stray", "note", f"{stray.name}: {stray.why}", stray.name))
+
+    def _count_only(self, checkpoint: Checkpoint) -> None:
+        self._counts.tensors = len(checkpoint.tensors)
+        self._counts.files = len(checkpoint.files)
+        self._counts.nbytes_written = sum(file.nbytes - file.data_offset for file in checkpoint.files)
+
+    def _judge(
+        self, reader: ManifestReader, config: dict[str, object] | None, sample: float, seed: int
+    ) -> SourceProof | None:
+        """Everything that the manifest makes possible. Raises `ManifestDamaged`."""
+        accounts = check_manifest(reader, config, self._integrity)
+        share = sample if self._against is not None else 0.0
+        if self._progress is not None:
+            self._progress.start(accounts.nbytes + int(accounts.nbytes * share))
+        try:
+            Integrity(self._directory, reader, accounts, self._integrity, self._counts).check(
+                self._workers, self._advance()
+            )
+            if self._against is None:
+                return None
+            return Proof(reader, self._directory, self._against, self._proof, self._advance()).prove(sample, seed)
+        finally:
+            if self._progress is not None:
+                self._progress.close()
+
+    def _advance(self) -> Callable[[int], None]:
+        progress = self._progress
+        if progress is None:
+            return lambda nbytes: None
+
+        def advance(nbytes: int) -> None:
+            with self._lock:
+                progress.add(nbytes)
+
+        return advance
+
+
+def sums(directory: Path) -> Iterator[str]:
+    """For every file in `directory` a line that `sha256sum -c` accepts when it is run there."""
+    _require_directory(directory, "DIR")
+    names: list[str] = []
+    for base, folders, files in os.walk(directory):
+        folders.sort()
+        names += [(Path(base) / file).relative_to(directory).as_posix() for file in files]
+    for name in sorted(names):
+        hasher = hashlib.sha256()
+        try:
+            with Reader(directory / name) as reader:
+                for block in reader.blocks(0, reader.nbytes):
+                    hasher.update(block)
+        except OSError as error:
+            raise SourceError(f"cannot read: {error.strerror}", str(directory / name), "check the file") from error
+        yield _sum_line(hasher.hexdigest(), name)
+
+
+def _sum_line(digest: str, name: str) -> str:
+    """As sha256sum writes it: a name with a backslash or line break is escaped, and a leading backslash says so."""
+    escaped = name.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
+    return ("" if escaped == name else "\\") + f"{digest}  {escaped}"
