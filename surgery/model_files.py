@@ -135,7 +135,8 @@ def _indexed(root: Path, index_name: str, entries: list[str], links: Links, find
     mend = "`surgery index DIR` prints the index that the files deserve"
     reason = links.fault(root / index_name)
     if reason is not None:
-        _fault(findings, "index", f"{index_name}: {reason}", "get the index again", index_name)
+        again = "get the index again; where the link is meant, pass --allow-outside-links"
+        _fault(findings, "index", f"{index_name}: {reason}", again, index_name)
         return model
     try:
         parsed = read_json(root / index_name, MAX_INDEX_NBYTES, index_name)

@@ -10,11 +10,12 @@ from __future__ import annotations
 import errno
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surgery.rehash import forget_pages, is_sparse, next_data, next_hole, open_regular
+from surgery.rehash import forget_pages, is_sparse, next_data, next_hole, open_regular, read_without_ahead
 from surgery.tiling import Fill, Tile, Tiling
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ BLOCK_NBYTES = 4 << 20
 
 _SPREAD = 4
 _SMALL_SPAN_NBYTES = 64 << 10
+_FORGET_NBYTES = 64 << 20
 _MAX_GRID_CELLS = 4 << 20
 
 Box = tuple[tuple[int, int], ...]
@@ -41,19 +43,34 @@ class ByteFile:
         self._file = open_regular(path)
         self._descriptor = self._file.fileno()
         self._sparse = is_sparse(self._descriptor)
+        if self._sparse:
+            read_without_ahead(self._descriptor)
+        self._unforgotten_nbytes = 0
 
     def close(self) -> None:
-        forget_pages(self._descriptor, 0, 1 << 62)
+        self._forget()
         self._file.close()
+
+    def _forget(self) -> None:
+        if not self._sparse:
+            forget_pages(self._descriptor, 0, os.fstat(self._descriptor).st_size)
+        self._unforgotten_nbytes = 0
 
     def read(self, start: int, nbytes: int) -> Array:
         import numpy as np
 
         # Looking for holes moves the file's position, so it is set for every read.
         self._file.seek(start)
-        array: Array = np.fromfile(self._file, np.uint8, nbytes)
-        if len(array) != nbytes:
-            raise OSError(errno.EIO, f"the file ends before byte {start + nbytes}", str(self.path))
+        self._unforgotten_nbytes += nbytes
+        if self._unforgotten_nbytes > _FORGET_NBYTES:
+            self._forget()
+        array: Array = np.empty(nbytes, np.uint8)
+        done = 0
+        while done < nbytes:
+            got = self._file.readinto(memoryview(array[done:]))
+            if not got:
+                raise OSError(errno.EIO, f"the file ends before byte {start + nbytes}", str(self.path))
+            done += got
         return array
 
     def data(self, position: int, end: int) -> tuple[int, int]:

@@ -56,9 +56,7 @@ def sparse_qwen3_235b(shared_directory: Path) -> Path:
 @pytest.fixture(scope="session")
 def sparse_deepseek_v3(shared_directory: Path) -> Path:
     """689 GB apparent, 364 MB on disk, a marker in each of 91,991 tensors."""
-    return _once(
-        shared_directory / "deepseek-v3", lambda directory: make_sparse.make("deepseek-v3", directory)
-    )
+    return _once(shared_directory / "deepseek-v3", lambda directory: make_sparse.make("deepseek-v3", directory))
 
 
 def _once(directory: Path, build: Callable[[Path], object]) -> Path:

@@ -143,7 +143,7 @@ def test_any_tiling_comes_out_as_numpy_says(tmp_path_factory, job, buffer_nbytes
     contents, expected = outputs_of(dtype, width, arrays, steps, ranks, stored)
     plan = plan_of(source, names, contents)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("surgery.execute.MIN_MEMORY_NBYTES", buffer_nbytes * workers)
+        patch.setattr("surgery.engine.worker.MIN_MEMORY_NBYTES", buffer_nbytes * workers)
         execute(plan, root / "out", Options(workers=workers, memory_nbytes=1, readback=True))
     found = read_back(root / "out", WIDTHS)
     assert found.keys() == expected.keys()
@@ -166,7 +166,7 @@ def two_files(root: Path, rows=300, columns=256):
 @pytest.mark.parametrize("buffer_nbytes", [512, 1 << 20])
 def test_replicas_and_constants_are_checked_while_they_stream(tmp_path, monkeypatch, buffer_nbytes):
     source, names, stored = two_files(tmp_path)
-    monkeypatch.setattr("surgery.execute.MIN_MEMORY_NBYTES", buffer_nbytes)
+    monkeypatch.setattr("surgery.engine.worker.MIN_MEMORY_NBYTES", buffer_nbytes)
     checks = [
         Check("equal", tiling(stored["b"]).tiles[0], tensor="a"),
         Check("constant", tiling(stored["z"]).tiles[0], element="00"),
@@ -186,7 +186,7 @@ def test_replicas_and_constants_are_checked_while_they_stream(tmp_path, monkeypa
 @pytest.mark.parametrize("cut", ["columns", "transpose"])
 def test_comparisons_work_where_the_copy_comes_in_another_order(tmp_path, monkeypatch, cut):
     source, names, stored = two_files(tmp_path)
-    monkeypatch.setattr("surgery.execute.MIN_MEMORY_NBYTES", 2000)
+    monkeypatch.setattr("surgery.engine.worker.MIN_MEMORY_NBYTES", 2000)
     whole = stored["a"]
     if cut == "columns":
         content = algebra.narrow(whole, 1, 8, 64)
@@ -216,11 +216,11 @@ def test_a_constant_that_is_none_is_named(tmp_path):
 def test_a_column_split_reads_each_source_byte_once(tmp_path, monkeypatch):
     source, names, stored = two_files(tmp_path, rows=1000)
     reads = []
-    from surgery.reading import SourceRange
+    from surgery.engine.reading import SourceRange
 
     fill = SourceRange.fill
     monkeypatch.setattr(SourceRange, "fill", lambda self, into, at: (reads.append(len(into)), fill(self, into, at)))
-    monkeypatch.setattr("surgery.execute.MIN_MEMORY_NBYTES", 1 << 14)
+    monkeypatch.setattr("surgery.engine.worker.MIN_MEMORY_NBYTES", 1 << 14)
     ranks = {f"r{rank}": algebra.narrow(stored["a"], 1, rank * 64, 64) for rank in range(4)}
     execute(plan_of(source, names, ranks), tmp_path / "out", Options(workers=1, memory_nbytes=1))
     assert sum(reads) == math.prod(stored["a"].shape)
@@ -229,7 +229,7 @@ def test_a_column_split_reads_each_source_byte_once(tmp_path, monkeypatch):
 def test_a_row_slice_of_a_wide_tensor_does_not_read_the_rest(tmp_path, monkeypatch):
     source, names, stored = two_files(tmp_path, rows=4, columns=1 << 20)
     reads = []
-    from surgery.reading import SourceRange
+    from surgery.engine.reading import SourceRange
 
     fill = SourceRange.fill
     monkeypatch.setattr(SourceRange, "fill", lambda self, into, at: (reads.append(len(into)), fill(self, into, at)))

@@ -73,8 +73,8 @@ def crash_at(call: int, plan: Plan, out: Path, **options) -> bool:
 
 
 def test_killed_at_every_write_boundary_nothing_is_published_and_a_rerun_is_identical(source, tmp_path, monkeypatch):
-    monkeypatch.setattr("surgery.execute.JOURNAL_EVERY_NBYTES", 20_000)
-    monkeypatch.setattr("surgery.groups.UNIT_NBYTES", 10_000)
+    monkeypatch.setattr("surgery.engine.worker.JOURNAL_EVERY_NBYTES", 20_000)
+    monkeypatch.setattr("surgery.engine.groups.UNIT_NBYTES", 10_000)
     plan = plan_for(source)
     execute(plan, tmp_path / "whole")
     expected = tree(tmp_path / "whole")
@@ -95,8 +95,8 @@ def test_killed_at_every_write_boundary_nothing_is_published_and_a_rerun_is_iden
 
 
 def test_killed_again_and_again_the_same_run_ends_identical(source, tmp_path, monkeypatch):
-    monkeypatch.setattr("surgery.execute.JOURNAL_EVERY_NBYTES", 10_000)
-    monkeypatch.setattr("surgery.groups.UNIT_NBYTES", 5_000)
+    monkeypatch.setattr("surgery.engine.worker.JOURNAL_EVERY_NBYTES", 10_000)
+    monkeypatch.setattr("surgery.engine.groups.UNIT_NBYTES", 5_000)
     plan = plan_for(source)
     execute(plan, tmp_path / "whole")
     out = tmp_path / "out"
@@ -108,8 +108,8 @@ def test_killed_again_and_again_the_same_run_ends_identical(source, tmp_path, mo
 
 
 def test_a_resumed_run_does_again_only_what_was_not_flushed(source, tmp_path, monkeypatch):
-    monkeypatch.setattr("surgery.execute.JOURNAL_EVERY_NBYTES", 1)
-    monkeypatch.setattr("surgery.groups.UNIT_NBYTES", 1)
+    monkeypatch.setattr("surgery.engine.worker.JOURNAL_EVERY_NBYTES", 1)
+    monkeypatch.setattr("surgery.engine.groups.UNIT_NBYTES", 1)
     plan = plan_for(source)
     assert crash_at(80, plan, tmp_path / "out", workers=1)
     outcome = execute(plan, tmp_path / "out", Options(readback=True))
@@ -118,8 +118,8 @@ def test_a_resumed_run_does_again_only_what_was_not_flushed(source, tmp_path, mo
 
 
 def test_a_torn_journal_and_a_truncated_file_are_done_again(source, tmp_path, monkeypatch):
-    monkeypatch.setattr("surgery.execute.JOURNAL_EVERY_NBYTES", 1)
-    monkeypatch.setattr("surgery.groups.UNIT_NBYTES", 1)
+    monkeypatch.setattr("surgery.engine.worker.JOURNAL_EVERY_NBYTES", 1)
+    monkeypatch.setattr("surgery.engine.groups.UNIT_NBYTES", 1)
     plan = plan_for(source)
     execute(plan, tmp_path / "whole")
     assert crash_at(120, plan, tmp_path / "out", workers=1)
@@ -322,7 +322,7 @@ def test_a_disk_too_small_is_refused_before_anything_is_written(tiny_model, smal
 
 def test_a_disk_that_fills_up_on_the_way_is_one_clear_error(tiny_model, small_disk, monkeypatch):
     source = tiny_model("llama", layers=6, vocab_size=4000)
-    monkeypatch.setattr("surgery.execute.free_nbytes", lambda path: None)
+    monkeypatch.setattr("surgery.engine.output_files.free_nbytes", lambda path: None)
     with pytest.raises(OutputError, match="No space left"):
         execute(plan_for(source, Repack()), small_disk / "out")
     assert not list(small_disk.iterdir())
@@ -428,7 +428,7 @@ def test_a_tensor_over_two_gibibytes_arrives_whole_and_holes_stay_holes(tmp_path
 
 
 def test_reads_go_in_source_order_in_long_blocks_each_byte_once(source, tmp_path, monkeypatch):
-    from surgery.reading import SourceRange
+    from surgery.engine.reading import SourceRange
 
     reads = []
     fill = SourceRange.fill

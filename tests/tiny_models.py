@@ -102,9 +102,7 @@ def build(
 
     _quiet()
     model_type, fields = {**_UNIFORM, **_MIXED}[family]
-    config = AutoConfig.for_model(
-        model_type, **{**_COMMON, **fields, "num_hidden_layers": layers, **config_overrides}
-    )
+    config = AutoConfig.for_model(model_type, **{**_COMMON, **fields, "num_hidden_layers": layers, **config_overrides})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     _randomise(model, seed)
     directory.mkdir(parents=True, exist_ok=True)

@@ -14,8 +14,9 @@ from surgery.cli.options import SHARD_OPTION, SOURCE_OPTIONS, WRITING_OPTIONS, a
 from surgery.cli.output import emit, emit_json, message
 from surgery.cli.progress import ConsoleProgress
 from surgery.draft import Operation, draft_of
+from surgery.engine.space import allocated_nbytes
 from surgery.errors import OutputError, UsageError, printable
-from surgery.execute import Options, Outcome, allocated_nbytes, execute
+from surgery.execute import Options, Outcome, execute
 from surgery.operations.recipe import read_recipe, run_recipe
 from surgery.operations.rename import Rename
 from surgery.operations.repack import Repack

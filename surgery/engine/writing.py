@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from surgery import kernel
+from surgery.engine import kernel
 
 WINDOW_NBYTES = 32 << 20
 ZEROS = memoryview(bytes(1 << 20))

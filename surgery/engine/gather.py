@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from surgery.engine.transfer import Channel
+from surgery.engine.writing import Target
 from surgery.errors import SourceError
 from surgery.moves import Axis, Move
-from surgery.transfer import Channel
-from surgery.writing import Target
 
 if TYPE_CHECKING:
     import numpy

@@ -9,14 +9,14 @@ from itertools import accumulate
 import msgspec
 import xxhash
 
-from surgery.gather import Part
-from surgery.journal import Done
+from surgery.engine.gather import Part
+from surgery.engine.journal import Done
+from surgery.engine.transfer import Segment
+from surgery.engine.writing import Target
 from surgery.moves import box_move, moves
 from surgery.plan import Check, Plan, PlannedTensor
 from surgery.safetensors_file import StoredTensor
 from surgery.tiling import Tiling, sources
-from surgery.transfer import Segment
-from surgery.writing import Target
 
 UNIT_NBYTES = 64 << 20
 UNIT_SEGMENTS = 4096

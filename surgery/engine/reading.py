@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from surgery import kernel
+from surgery.engine import kernel
 from surgery.errors import SourceError
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
-from surgery.reading import Sources
-from surgery.writing import Outputs, Target
+from surgery.engine.reading import Sources
+from surgery.engine.writing import Outputs, Target
 
 
 class Interrupted(Exception):

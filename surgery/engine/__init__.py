@@ -1,0 +1,1 @@
+"""What `execute` is made of: reading, strided moves, writing, journal, staging. Bytes only."""
