@@ -54,10 +54,10 @@ def main() -> None:
     save()
 
     weight_map = {}
-    for number, names in enumerate(shards):
+    for number, saved in enumerate(shards):
         file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
         (options.out / f"part-{number}.safetensors").rename(options.out / file)
-        weight_map.update(dict.fromkeys(names, file))
+        weight_map.update(dict.fromkeys(saved, file))
     (options.out / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     config = json.loads((options.source / "config.json").read_text())
     config["num_hidden_layers"] = len(new_of)

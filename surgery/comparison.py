@@ -1,4 +1,4 @@
-"""Two checkpoints compared: names, shapes, dtypes, bytes, config, metadata, side files. How they are sharded is aside."""
+"""Two checkpoints compared: names, shapes, dtypes, bytes, config, metadata, side files. Sharding is aside."""
 
 from __future__ import annotations
 
@@ -171,10 +171,8 @@ def _differing(a: Checkpoint, b: Checkpoint, run: list[Pair], advance: Callable[
         return same_bytes(a.path(first.file), first.offset, b.path(second.file), second.offset, nbytes)
 
     nbytes = sum(first.nbytes for first, _ in run)
-    equal = same(*run[0], nbytes)
-    if equal:
-        differing = []
-    else:
+    differing: list[Pair] = []
+    if not same(*run[0], nbytes):
         differing = run if len(run) == 1 else [pair for pair in run if not same(*pair, pair[0].nbytes)]
     advance(nbytes)
     return differing

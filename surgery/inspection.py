@@ -22,24 +22,10 @@ from surgery.families.records import find_family, model_type
 from surgery.families.schema import DEPTH_SPELLINGS
 from surgery.layer_kinds import Experts, Kind, experts_of, kinds_of
 from surgery.layer_ranges import compact_ranges
-from surgery.name_census import Entry, stack_prefixes, take_census
+from surgery.name_census import COMPONENTS, Entry, stack_prefixes, take_census
 from surgery.rank_layout import RankLayout, rank_layout
 from surgery.side_files import SideFile, Stray
 
-COMPONENTS = (
-    "embeddings",
-    "attention",
-    "dense MLP",
-    "experts",
-    "shared experts",
-    "router",
-    "norms",
-    "lm_head",
-    "MTP",
-    "vision",
-    "audio",
-    "other",
-)
 MTP_FIELDS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 
 

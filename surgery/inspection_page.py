@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from surgery.errors import Finding, printable
@@ -154,7 +155,7 @@ def _stacks(stacks: list[Stack]) -> list[str]:
 
 def layers_text(layers: Sequence[int]) -> str:
     """Layer ids in ranges; evenly spaced ones by their step, long lists cut short."""
-    steps = {after - before for before, after in zip(layers, layers[1:], strict=False)}
+    steps = {after - before for before, after in pairwise(layers)}
     if len(layers) > 3 and len(steps) == 1 and steps != {1}:
         return f"{layers[0]},{layers[1]}..{layers[-1]}"
     ranges = compact_ranges(layers).split(",")

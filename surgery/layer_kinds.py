@@ -9,6 +9,7 @@ import msgspec
 
 from surgery.config_reading import Count, count_of, setting
 from surgery.families.records import find_family
+from surgery.families.schema import Facts, Family
 from surgery.name_census import Entry
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
@@ -96,7 +97,7 @@ def kinds_of(held: list[Entry], config: Mapping[str, Any], depth: Count | None) 
     listed = setting(config, "layer_types", "layers_block_type")
     kinds: dict[str, list[int]] = {}
     for layer in sorted(layers):
-        facts = family.facts(config, layer) if family is not None else {}
+        facts = _facts(family, config, layer)
         attention = facts.get("attention") or _listed(listed, layer) or _attention(layers[layer])
         more = [f"{key} {value}" for key, value in facts.items() if key not in ("mlp", "attention")]
         name = ", ".join(
@@ -110,6 +111,14 @@ def kinds_of(held: list[Entry], config: Mapping[str, Any], depth: Count | None) 
         Kind(name, numbers, (min(sizes[n] for n in numbers), max(sizes[n] for n in numbers)))
         for name, numbers in kinds.items()
     ]
+
+
+def _facts(family: Family | None, config: Mapping[str, Any], layer: int) -> Facts:
+    """Nothing where there is no record, or where the config has values of other types than the family reads."""
+    try:
+        return family.facts(config, layer) if family is not None else {}
+    except (TypeError, ValueError, AttributeError):
+        return {}
 
 
 def _listed(listed: tuple[str, Any] | None, layer: int) -> str:

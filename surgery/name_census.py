@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Literal
 
 import msgspec
 
 from surgery.safetensors_file import StoredTensor
 
-Component = Literal[
+COMPONENTS = (
     "embeddings",
     "attention",
     "dense MLP",
@@ -28,14 +27,14 @@ Component = Literal[
     "vision",
     "audio",
     "other",
-]
+)
 
 _NUMBER = re.compile(r"\.([0-9]{1,9})(?=\.|$)")
 _STACK_WORD = re.compile(r"layers?|blocks?|h|resblocks|mtp\w*|nextn\w*")
 _FEWEST_LAYERS_OF_UNKNOWN_WORD = 4
 """A numbered list whose word says nothing, such as `downsample.0`, is a stack from this many entries on."""
 
-_PARTS: tuple[tuple[Component, re.Pattern[str]], ...] = tuple(
+_PARTS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     (component, re.compile(pattern))
     for component, pattern in (
         (
@@ -75,12 +74,12 @@ _PARTS: tuple[tuple[Component, re.Pattern[str]], ...] = tuple(
 class Template(msgspec.Struct, frozen=True):
     """A name with `#` for its numbers.
 
-    `prefix` is what stands before the first number where that may number a stack's layers; `expert` is the place among
-    the name's numbers of the one that counts experts.
+    `component` is one of `COMPONENTS`; `prefix` is what stands before the first number where that may number a stack's
+    layers; `expert` is the place among the name's numbers of the one that counts experts.
     """
 
     text: str
-    component: Component
+    component: str
     prefix: str | None
     expert: int | None
 
@@ -137,18 +136,18 @@ def template_of(text: str) -> Template:
     return Template(text, component, f"{head}." if layered else None, before_expert.count("#") if found else None)
 
 
-def template_text(name: str) -> str:
-    return _NUMBER.sub(".#", name)
-
-
-def is_mtp(name: str, main_prefix: str, depth: int | None) -> bool:
-    """Whether `name` is of a multi-token-prediction stage: by its words, or a layer behind the last."""
-    if template_of(template_text(name)).component == "MTP":
-        return True
-    if depth is None or not name.startswith(main_prefix):
-        return False
-    match = _NUMBER.match(name, len(main_prefix) - 1)
-    return match is not None and int(match[1]) >= depth
+def is_mtp(name: str, depth: int | None) -> bool:
+    """Whether `name` is of a multi-token-prediction stage: by its words, or a layer of the decoder behind the last."""
+    numbers = _NUMBER.findall(name)
+    template = template_of(_NUMBER.sub(".#", name))
+    if template.component in ("MTP", "vision", "audio"):
+        return template.component == "MTP"
+    return (
+        depth is not None
+        and template.prefix is not None
+        and template.prefix.endswith("layers.")
+        and int(numbers[0]) >= depth
+    )
 
 
 def stack_prefixes(entries: Iterable[Entry]) -> dict[str, int]:

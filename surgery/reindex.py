@@ -55,20 +55,23 @@ def headers_index(location: str | Path, *, allow_outside_links: bool = False) ->
     """
     path = local_path(location)
     root, names = _candidates(path)
+    named = not path.is_dir()
     remarks: list[str] = []
-    sets = _sets([name for name in names if _is_candidate(name, remarks, alone=len(names) == 1)])
+    sets = _sets(names if named else [name for name in names if _is_candidate(name, remarks)])
     if not sets:
         _refuse_empty(path, names)
     links = Links(root, allow_outside=allow_outside_links)
     main = {_MODEL: sets.pop(_MODEL)} if _MODEL in sets else sets
     index = _Collected()
-    for base, files in main.items():
-        _require_whole(base, files)
+    for files in main.values():
         index.add({file: _tensors(root, file, links) for file in files})
     if main is not sets:
         for base, files in sets.items():
             _add_stage(index, root, base, files, links, remarks)
     index.problems.raise_if_any(SourceError, "tensors are in two files each: no index can say which counts")
+    for base, files in main.items():
+        if not named:
+            _require_whole(base, files)
     return Index(index.total_nbytes, dict(sorted(index.weight_map.items())), remarks)
 
 
@@ -82,14 +85,14 @@ def _candidates(path: Path) -> tuple[Path, list[str]]:
     return path.parent.resolve(), [path.name]
 
 
-def _is_candidate(name: str, remarks: list[str], *, alone: bool) -> bool:
-    """Whether `name` can be of the model. A file that the user named alone always is."""
+def _is_candidate(name: str, remarks: list[str]) -> bool:
+    """Whether `name` can be of the model; a remark where it is another format beside it."""
     if is_rank_file(name):
         return False
     reason = next((why for prefix, why in _NOT_THE_MODEL.items() if name.startswith(prefix)), None)
-    if reason is not None and not alone:
+    if reason is not None:
         remarks.append(f"left out {name}: {reason}")
-    return reason is None or alone
+    return reason is None
 
 
 def _sets(names: list[str]) -> dict[str, list[str]]:
@@ -177,18 +180,16 @@ def _add_stage(index: _Collected, root: Path, base: str, files: list[str], links
         remarks.append(f"left out {label}: {error.what}")
         return
     tensors = [tensor for found in held.values() for tensor in found]
+    depth = _depth(root)
     repeated = next((tensor.name for tensor in tensors if tensor.name in index.weight_map), None)
     if repeated is not None:
         remarks.append(f"left out {label}: it holds {repeated} again, which {index.weight_map[repeated]} has")
-    elif not tensors or not all(is_mtp(tensor.name, _MAIN_PREFIX, _depth(root)) for tensor in tensors):
+    elif not tensors or not all(is_mtp(tensor.name, depth) for tensor in tensors):
         remarks.append(f"left out {label}: not of the set {_MODEL!r}, and not its MTP stage")
     else:
         _require_whole(base, files)
         index.add(held)
         remarks.append(f"took {label} too: it holds the model's MTP stage")
-
-
-_MAIN_PREFIX = "model.layers."
 
 
 def _depth(root: Path) -> int | None:

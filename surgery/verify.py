@@ -17,14 +17,14 @@ import msgspec
 
 from surgery.checkpoint import Checkpoint
 from surgery.errors import Finding, SourceError, UsageError
-from surgery.integrity import PARTIAL_NAME, Integrity
-from surgery.loading import check_loading
 from surgery.manifest import MANIFEST_NAME
-from surgery.manifest_check import check_manifest
-from surgery.manifest_reader import ManifestDamaged, ManifestReader
-from surgery.rehash import Reader
-from surgery.source_proof import Proof
-from surgery.verdicts import Answer, Counts, Findings, Report, SourceProof, Verdict, counted, report_text
+from surgery.verifying.integrity import PARTIAL_NAME, Integrity
+from surgery.verifying.loading import check_loading
+from surgery.verifying.manifest_check import check_manifest
+from surgery.verifying.manifest_reader import ManifestDamaged, ManifestReader
+from surgery.verifying.rehash import Reader
+from surgery.verifying.source_proof import Proof
+from surgery.verifying.verdicts import Answer, Counts, Findings, Report, SourceProof, Verdict, counted, report_text
 
 __all__ = ["Report", "report_text", "sums", "verify"]
 
@@ -146,7 +146,8 @@ class _Verification:
     def _take_survey(self, checkpoint: Checkpoint, reader: ManifestReader | None) -> None:
         listed = reader.head.files if reader is not None else {}
         for finding in checkpoint.findings:
-            if finding.kind == "missing-file" and finding.where in listed:
+            absent = not os.path.lexists(self._directory / finding.where)
+            if finding.kind == "missing-file" and absent and finding.where in listed:
                 continue  # Said file by file, with their tensors, when they are compared with the manifest.
             if finding.kind == "duplicate-tensor":
                 # Equal bytes or not, some loaders refuse a tensor that is there twice (case X08).

@@ -691,13 +691,13 @@ def test_two_names_for_the_dtype_that_disagree_are_noted(sharded, config, count)
 # Side files
 
 SIDE_FILES = """
-    tokenizer.json tokenizer.model vocab.json merges.txt tiktoken.model x.tiktoken chat_template.jinja 
-    additional_chat_templates/x.jinja assets/deep/logo.png generation_config.json preprocessor_config.json 
-    video_preprocessor_config.json processor_config.json hf_quant_config.json tokenizer_config.json 
+    tokenizer.json tokenizer.model vocab.json merges.txt tiktoken.model x.tiktoken chat_template.jinja
+    additional_chat_templates/x.jinja assets/deep/logo.png generation_config.json preprocessor_config.json
+    video_preprocessor_config.json processor_config.json hf_quant_config.json tokenizer_config.json
     configuration_x.py util_x.py README.md LICENSE notes.pt.md
 """
 LEFT_BEHIND = """
-    pytorch_model.bin pytorch_model.bin.index.json tf_model.h5 flax_model.msgpack model.Q4.gguf model.onnx 
+    pytorch_model.bin pytorch_model.bin.index.json tf_model.h5 flax_model.msgpack model.Q4.gguf model.onnx
     model.onnx.data old.safetensors.bak mel.npz rng.pth .gitattributes .gitignore .hfignore
 """
 

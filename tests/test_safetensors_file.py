@@ -429,6 +429,7 @@ specs = st.dictionaries(names, st.tuples(dtypes, st.lists(st.integers(0, 4), max
 
 
 @given(specs, st.none() | st.tuples(names, names))
+@settings(deadline=None)
 def test_a_built_file_is_the_one_that_the_reference_writes(tensors, metadata):
     data = {name: os.urandom(tensor_nbytes(dtype, tuple(shape))) for name, (dtype, shape) in tensors.items()}
     strings = dict([metadata]) if metadata else {}
@@ -469,7 +470,7 @@ entries = st.fixed_dictionaries(
 
 
 @given(st.dictionaries(st.sampled_from(["a", "b", "c", "__metadata__"]), entries, max_size=3), st.integers(0, 12))
-@settings(max_examples=400)
+@settings(max_examples=400, deadline=None)
 def test_what_the_reference_refuses_is_refused_and_what_it_reads_is_read_alike(header, nbytes):
     agree(file_bytes(header, bytes(nbytes)))
 
@@ -486,7 +487,7 @@ valid_file = file_bytes(
 
 
 @given(st.data())
-@settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_a_damaged_byte_is_refused_wherever_the_reference_refuses_it(data):
     damaged = bytearray(valid_file)
     for _ in range(data.draw(st.integers(1, 3))):
@@ -496,6 +497,7 @@ def test_a_damaged_byte_is_refused_wherever_the_reference_refuses_it(data):
 
 
 @given(st.binary(max_size=80))
+@settings(deadline=None)
 def test_any_bytes_are_refused_or_read_never_a_crash(content):
     agree(content)
 

@@ -337,13 +337,6 @@ def test_two_tensors_that_changed_places_are_both_named(damaged: Path) -> None:
     assert {f.tensor for f in report.findings if f.kind == "tensor-bytes"} == {first.name, second.name}
 
 
-def test_a_fifo_in_the_place_of_a_file_is_a_fault_and_no_hang(damaged: Path) -> None:
-    (damaged / "tokenizer.json").unlink()
-    os.mkfifo(damaged / "tokenizer.json")
-    report = verify(damaged)
-    assert "unreadable-file" in kinds(report)
-
-
 # ------------------------------------------------------------------------------------------- the manifest
 
 
@@ -415,6 +408,25 @@ def test_an_unfinished_output_is_a_fault(damaged: Path) -> None:
     (damaged / "surgery.json").unlink()
     (damaged / ".surgery-partial").mkdir()
     assert "not-finished" in kinds(verify(damaged))
+
+
+@pytest.mark.parametrize("name", ["surgery.json", "config.json", "README.md"])
+def test_no_file_of_an_output_can_make_verify_wait(damaged: Path, source: Path, name: str) -> None:
+    (damaged / name).unlink()
+    os.mkfifo(damaged / name)
+    report = verify(damaged, against=source)
+    assert report.integrity.verdict == "failed"
+    assert names_file(report, name)
+
+
+def test_a_link_out_of_the_output_is_told_though_its_bytes_are_right(damaged: Path, output: Path) -> None:
+    path = min(damaged.glob("*.safetensors"))
+    path.unlink()
+    path.symlink_to(output / path.name)
+    report = verify(damaged)
+    assert report.integrity.verdict == "failed"
+    assert "tensor-bytes" not in kinds(report)
+    assert any("outside the checkpoint" in f.what and f.where == path.name for f in report.findings)
 
 
 def test_where_there_is_no_directory_the_reason_is_told(tmp_path: Path) -> None:

@@ -313,9 +313,7 @@ def make(name: str, directory: Path, markers: bool = True, *, tensors: int = 100
     return make_from_config(config, directory, markers)
 
 
-def make_from_config(
-    config: Config, directory: Path, markers: bool = True, *, shard_bytes: int = SHARD_BYTES
-) -> Path:
+def make_from_config(config: Config, directory: Path, markers: bool = True, *, shard_bytes: int = SHARD_BYTES) -> Path:
     """Write the sparse checkpoint that `config` describes, in shards of at most `shard_bytes` of tensors."""
     directory.mkdir(parents=True, exist_ok=True)
     shards = list(_packed(tensors_of(config), shard_bytes))
@@ -371,9 +369,7 @@ def _write_shard(path: Path, shard: list[Tensor], markers: bool) -> None:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
-        raise ValueError(
-            f"{path.name}: a header of {len(text):,} bytes, over the format's {MAX_HEADER_BYTES:,}"
-        )
+        raise ValueError(f"{path.name}: a header of {len(text):,} bytes, over the format's {MAX_HEADER_BYTES:,}")
     with open(path, "wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         file.flush()

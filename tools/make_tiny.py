@@ -23,9 +23,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--max-shard-size", default="20KB", help="what save_pretrained takes (default: 20KB)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="FIELD=JSON", help="a config field, repeatable"
-    )
+    parser.add_argument("--set", action="append", default=[], metavar="FIELD=JSON", help="a config field, repeatable")
     options = parser.parse_args()
     fields = (assignment.partition("=") for assignment in options.set)
     build(

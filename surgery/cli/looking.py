@@ -32,7 +32,7 @@ EXIT_DIFFERENT = 1
 @add_options(SOURCE_OPTIONS)
 @click.pass_context
 def inspect_command(
-    context: click.Context, src: str | None, pattern: str | None, as_json: bool, **options: Any
+    context: click.Context, /, src: str | None, pattern: str | None, as_json: bool, **options: Any
 ) -> None:
     """What is in SRC: stacks, layer kinds, experts, heads, quantisation, sizes, and what is odd about it.
 
@@ -113,7 +113,7 @@ def _listing(checkpoint: Checkpoint, pattern: str) -> dict[str, Any]:
 @click.option("--json", "as_json", is_flag=True, help="Every difference in one JSON document on stdout.")
 @add_options(SOURCE_OPTIONS)
 @click.pass_context
-def diff_command(context: click.Context, a: str, b: str, with_bytes: bool, as_json: bool, **options: Any) -> None:
+def diff_command(context: click.Context, /, a: str, b: str, with_bytes: bool, as_json: bool, **options: Any) -> None:
     """Compare checkpoints A and B: names, shapes, dtypes, bytes, config, metadata, side files.
 
     How they are sharded, the order of config keys and documents (README.md) are told, and are no difference.

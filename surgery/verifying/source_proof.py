@@ -14,11 +14,17 @@ from typing import Any
 import msgspec
 import xxhash
 
+from surgery.checkpoint import MAX_CONFIG_NBYTES
+from surgery.errors import SourceError
 from surgery.manifest import MANIFEST_NAME, ManifestTensor
-from surgery.manifest_reader import ManifestReader
-from surgery.source_tiles import ByteFile, coverage_fault, first_difference, tile_difference
+from surgery.safetensors_file import MAX_HEADER_NBYTES
+from surgery.storage import read_bytes
 from surgery.tiling import Fill, Tile
-from surgery.verdicts import Findings, SourceProof
+from surgery.verifying.manifest_check import is_plain
+from surgery.verifying.manifest_reader import ManifestReader
+from surgery.verifying.rehash import open_regular
+from surgery.verifying.source_tiles import ByteFile, coverage_fault, first_difference, tile_difference
+from surgery.verifying.verdicts import Findings, SourceProof
 
 _MAX_SURVEYED = 8
 """Files whose tensors are kept in mind; sources are used nearly in their own order."""
@@ -47,7 +53,7 @@ def surveyed(path: Path) -> dict[str, Place]:
     that the library refuses."""
     from safetensors import SafetensorError, safe_open
 
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         position = 8 + int.from_bytes(file.read(8), "little")
     places: dict[str, Place] = {}
     try:
@@ -133,9 +139,11 @@ class Proof:
         for source in self._head.sources:
             path = self._root / source.name
             try:
-                with path.open("rb") as file:
+                if not is_plain(source.name):
+                    raise OSError(errno.EINVAL, "no plain path inside the source", source.name)
+                with open_regular(path) as file:
                     start = file.read(8)
-                    header = start + file.read(min(100_000_000, int.from_bytes(start, "little")))
+                    header = start + file.read(min(MAX_HEADER_NBYTES, int.from_bytes(start, "little")))
                     nbytes = file.seek(0, 2)
             except OSError as error:
                 what = f"this is not the source: {source.name} cannot be read there: {error.strerror}"
@@ -231,6 +239,8 @@ class Proof:
                     fault = self._fault_of(tensor)
                 except OSError as error:
                     fault = f"cannot be compared: {error.strerror or error}"
+                except ValueError as error:  # A fill that is no element of its dtype.
+                    fault = f"is not described by its tiling: {error}"
                 self._result.tensors += 1
                 if fault is not None:
                     self._fault("source-bytes", f"{tensor.name} {fault}", tensor.file, tensor.name)
@@ -242,6 +252,8 @@ class Proof:
 
     def _fault_of(self, tensor: ManifestTensor) -> str | None:
         """What is wrong with one tensor of the output, compared with its source; None where nothing is."""
+        if not is_plain(tensor.file):
+            return "is placed outside the output"
         path = self._directory / tensor.file
         place = self._surveys.of(path).get(tensor.name)
         if place is None:
@@ -324,7 +336,7 @@ def _source_names(tensor: ManifestTensor) -> list[str]:
 
 def _config(directory: Path) -> dict[str, Any] | None:
     try:
-        config = json.loads((directory / "config.json").read_bytes())
-    except (OSError, ValueError, RecursionError):
+        config = json.loads(read_bytes(directory / "config.json", MAX_CONFIG_NBYTES))
+    except (SourceError, ValueError, RecursionError):
         return None
     return config if isinstance(config, dict) else None

@@ -11,16 +11,17 @@ import msgspec
 import xxhash
 
 from surgery.errors import SourceError
-from surgery.hashing_pool import HashingPool, Range
 from surgery.manifest import MANIFEST_NAME, ManifestTensor
-from surgery.manifest_check import Accounts, is_plain
-from surgery.manifest_reader import ManifestReader
-from surgery.rehash import Reader
 from surgery.safetensors_file import MAX_HEADER_NBYTES, StoredTensor, parse_header, tensor_nbytes
 from surgery.side_files import is_weight_file
-from surgery.verdicts import Counts, Findings
+from surgery.verifying.hashing_pool import HashingPool, Range
+from surgery.verifying.manifest_check import Accounts, is_plain
+from surgery.verifying.manifest_reader import ManifestReader
+from surgery.verifying.rehash import Reader
+from surgery.verifying.verdicts import Counts, Findings
 
 PARTIAL_NAME = ".surgery-partial"
+_NOT_THE_MODEL = frozenset({".git", ".cache", "__pycache__"})
 _AGAIN = "make the output again from its source, or get the file again"
 
 
@@ -192,6 +193,7 @@ class Integrity:
                 folders.remove(PARTIAL_NAME)
                 what = f"{PARTIAL_NAME} is left of a run that did not end"
                 self._findings.note("left-over", what, PARTIAL_NAME, "remove it, or let that run finish")
+            folders[:] = [name for name in folders if name not in _NOT_THE_MODEL]
             for name in sorted(names):
                 relative = (Path(base) / name).relative_to(self._directory).as_posix()
                 if relative in self._head.files or relative == MANIFEST_NAME:

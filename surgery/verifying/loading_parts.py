@@ -13,10 +13,10 @@ from typing import Any
 from surgery.checkpoint import Checkpoint
 from surgery.errors import SourceError
 from surgery.layer_ranges import compact_ranges
-from surgery.rehash import Reader
 from surgery.safetensors_file import StoredTensor
 from surgery.storage import read_bytes
-from surgery.verdicts import Findings
+from surgery.verifying.rehash import Reader
+from surgery.verifying.verdicts import Findings
 
 _TEXT_SECTIONS = ("text_config", "llm_config", "language_config")
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -217,7 +217,7 @@ def _check_ids(
     prefix: str, held: dict[int, int], expected: int | None, field: str, config: Config, findings: Findings
 ) -> None:
     wanted = expected if expected is not None else max(held) + 1
-    missing = [number for number in range(min(wanted, 1 << 20)) if number not in held]
+    missing = [number for number in range(min(wanted, 1 << 16)) if number not in held]
     surplus = sorted(number for number in held if number >= wanted)
     for numbers, word in ((missing, "there is no tensor of"), (surplus, "there are tensors of")):
         if numbers:

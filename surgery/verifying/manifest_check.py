@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 
 from surgery.manifest import MANIFEST_FORMAT, MANIFEST_NAME, Manifest, ManifestTensor
-from surgery.manifest_reader import ManifestReader
 from surgery.safetensors_file import StoredTensor, tensor_nbytes
 from surgery.tiling import Tile
-from surgery.verdicts import Findings
+from surgery.verifying.manifest_reader import ManifestReader
+from surgery.verifying.verdicts import Findings
 
 _KEEPS_NAMES = frozenset({"trim", "repack"})
 """Operations after which a whole copy has its source's name, but for the layer's number."""
@@ -115,7 +115,7 @@ class _LayerNames:
     def __init__(self, head: Manifest) -> None:
         operations = {str(entry.get("operation")) for entry in head.recipe if isinstance(entry, dict)}
         self._layers = head.layers
-        self._judged = operations <= _KEEPS_NAMES
+        self._judged = bool(operations) and operations <= _KEEPS_NAMES
 
     def fault(self, tensor: ManifestTensor) -> str | None:
         if not self._judged or tensor.source is None:

@@ -9,9 +9,9 @@ from surgery.checkpoint import Checkpoint
 from surgery.families.records import find_family, model_type
 from surgery.families.schema import DEPTH_SPELLINGS, Family
 from surgery.layer_ranges import compact_ranges
-from surgery.loading_parts import check_code, check_embeddings, check_experts, check_mtp, check_ties
 from surgery.safetensors_file import StoredTensor
-from surgery.verdicts import MAX_KEPT_FINDINGS, Findings, Verdict
+from surgery.verifying.loading_parts import check_code, check_embeddings, check_experts, check_mtp, check_ties
+from surgery.verifying.verdicts import MAX_KEPT_FINDINGS, Findings, Verdict
 
 _MASK = (1 << 64) - 1
 _SHOWN_LAYERS = 20
@@ -131,7 +131,12 @@ class _Layers:
         kinds: dict[str, list[int]] = {}
         for layer in sorted(signatures):
             if layer < depth:
-                facts = self._family.facts(self._config, layer)
+                try:
+                    facts = self._family.facts(self._config, layer)
+                except (TypeError, ValueError, ArithmeticError) as error:
+                    what = f"the config does not say what layer {layer} is: {error}"
+                    self._findings.fault("config", what, "config.json", "correct the field of the wrong type")
+                    return
                 kinds.setdefault(repr(sorted(facts.items())), []).append(layer)
         for layers in kinds.values():
             held = [signatures[layer] for layer in layers]

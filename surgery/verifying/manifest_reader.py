@@ -6,6 +6,7 @@ every byte before that. So one flipped byte shows wherever it is, in a decision'
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ import xxhash
 from surgery.draft import Dropped
 from surgery.errors import SourceError
 from surgery.manifest import MANIFEST_NAME, Manifest, ManifestTensor
+from surgery.verifying.rehash import open_regular
 
 _TRAILER = re.compile(rb',\n"xxh3_128":"([0-9a-f]{32})"\}\n')
 _TRAILER_NBYTES = len(',\n"xxh3_128":""}\n') + 32
@@ -46,7 +48,7 @@ class ManifestReader:
     def _read_head(self) -> Manifest:
         """Everything before the two lists, which are long, and where each of them begins."""
         head, line, position = bytearray(), b"", 0
-        with self._path.open("rb") as file:
+        with self._open() as file:
             while not line.startswith(_DROPPED):
                 head += line
                 position += len(line)
@@ -58,6 +60,9 @@ class ManifestReader:
             self._tensors_at = position
         whole = bytes(head).removesuffix(b",\n") + b',"dropped":[],"tensors":[]}'
         return self._decoded(whole, msgspec.json.Decoder(Manifest))
+
+    def _open(self) -> io.BufferedReader:
+        return io.BufferedReader(open_regular(self._path), 1 << 20)
 
     def _line(self, line: bytes) -> bytes:
         if not line:
@@ -74,7 +79,7 @@ class ManifestReader:
     def checksum_fault(self) -> str | None:
         """What is wrong with the manifest's own checksum; None where it is right."""
         hasher = xxhash.xxh3_128()
-        with self._path.open("rb") as file:
+        with self._open() as file:
             left = self._path.stat().st_size - _TRAILER_NBYTES
             while left > 0 and (block := file.read(min(left, 1 << 20))):
                 hasher.update(block)
@@ -86,7 +91,7 @@ class ManifestReader:
         return None if found == said else f"its bytes hash to {found}; its last line says {said}"
 
     def _entries(self, start: int, key: bytes, decoder: msgspec.json.Decoder[Decoded]) -> Iterator[Decoded]:
-        with self._path.open("rb") as file:
+        with self._open() as file:
             file.seek(start)
             line = file.readline()
             if not line.startswith(key + b"]"):

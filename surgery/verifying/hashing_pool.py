@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from surgery.rehash import BUFFER_NBYTES, Reader
+from surgery.verifying.rehash import BUFFER_NBYTES, Reader
 
 _UNIT_NBYTES = 32 << 20
 _UNIT_TENSORS = 256

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surgery.rehash import forget_pages, is_sparse, next_data, next_hole, open_regular, read_without_ahead
 from surgery.tiling import Fill, Tile, Tiling
+from surgery.verifying.rehash import forget_pages, is_sparse, next_data, next_hole, open_regular, read_without_ahead
 
 if TYPE_CHECKING:
     import numpy
@@ -67,7 +67,7 @@ class ByteFile:
         array: Array = np.empty(nbytes, np.uint8)
         done = 0
         while done < nbytes:
-            got = self._file.readinto(memoryview(array[done:]))
+            got = self._file.readinto(array[done:].data)
             if not got:
                 raise OSError(errno.EIO, f"the file ends before byte {start + nbytes}", str(self.path))
             done += got
