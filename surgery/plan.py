@@ -148,6 +148,7 @@ class Plan(msgspec.Struct, frozen=True):
 def make_plan(draft: Draft, checks: Sequence[Check] = ()) -> Plan:
     """The plan of `draft`. Raises `CannotApply` with every problem found; reads side files, never weights."""
     require_present(draft)
+    _require_whole_bytes(draft)
     totals = _account(draft)
     files = tuple(pack(draft.tensors, draft.metadata, draft.base_name, draft.max_shard_bytes))
     index = f"{draft.base_name}.safetensors.index.json" if len(files) > 1 else None
@@ -222,6 +223,17 @@ def _oversized(files: Iterable[PlannedFile], limit: int) -> list[Decision]:
         for file in files
         if len(file.tensors) == 1 and file.tensors[0].nbytes > limit
     ]
+
+
+def _require_whole_bytes(draft: Draft) -> None:
+    """A cut of a dtype below a byte can leave a tensor that no file could hold."""
+    problems = Problems()
+    for name, content in draft.tensors.items():
+        try:
+            _ = content.nbytes
+        except ValueError as error:
+            problems.add(str(error), name, "cut at whole bytes")
+    problems.raise_if_any(CannotApply)
 
 
 def _account(draft: Draft) -> Totals:

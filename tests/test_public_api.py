@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import surgery
 import support
+import surgery
 
 
 def test_every_public_name_is_there_and_is_no_module():

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import resource
+import shlex
 import shutil
 import signal
 import stat
@@ -447,7 +448,7 @@ def test_a_full_standard_output_is_an_error_and_a_closed_one_is_not(source):
         result = support.run_surgery("trim", source, source.parent / "out", "--layers", "0", "--dry-run", stdout=full)
     assert result.returncode == 4, result.stderr
     assert "Traceback" not in result.stderr
-    shell = f"{sys.executable} -m surgery inspect {source} --tensors | head -1"
+    shell = f"{shlex.quote(sys.executable)} -m surgery inspect {source} --tensors | head -1"
     piped = subprocess.run(
         ["bash", "-o", "pipefail", "-c", shell], env=support.surgery_environment(), capture_output=True, text=True
     )

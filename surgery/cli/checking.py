@@ -58,5 +58,5 @@ def verify_command(
         emit_json(report)
     else:
         emit(report_text(report))
-    if any(finding.severity == "fault" for finding in report.findings):
+    if report.failed:
         context.exit(EXIT_FINDINGS)

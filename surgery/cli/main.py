@@ -56,8 +56,18 @@ class Terminated(BaseException):
     """SIGTERM: unwinds as Ctrl-C does, so that finished work is noted in the journal."""
 
 
+class ReaderLeft(BaseException):
+    """The reader of our stdout is gone. Not an OSError: click would turn that into exit 1 by itself."""
+
+
 class LazyGroup(click.Group):
     """A group that knows its commands' names and first lines without importing them."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:
+            raise ReaderLeft from error
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -109,7 +119,7 @@ def run(arguments: list[str]) -> int:
     try:
         result: Any = surgery.main(arguments, prog_name="surgery", standalone_mode=False)
         return result if isinstance(result, int) else 0
-    except BrokenPipeError:
+    except ReaderLeft:
         return _reader_left(0)
     except (KeyboardInterrupt, click.Abort):
         return _interrupted(EXIT_INTERRUPTED)

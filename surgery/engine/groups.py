@@ -87,7 +87,7 @@ def units(plan: Plan, layout: Layout, done: Done) -> Iterator[Group | list[Segme
     checked = {check.tensor for check in plan.checks}
     plain: list[tuple[int, int, int, int]] = []
     grouped: list[int] = []
-    by_ordinal = list(plan.tensors()) if complex_sources or checked else []
+    by_ordinal = list(plan.tensors()) if any(t.whole is None for t in plan.tensors()) or plan.checks else []
     for ordinal, tensor in enumerate(plan.tensors()):
         whole = tensor.whole
         if whole is None or tensor.name in checked or (complex_sources and _key(whole) in complex_sources):

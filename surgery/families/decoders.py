@@ -46,7 +46,8 @@ def _window_from(config: Config, layer: int) -> Facts:
 def _qwen3_moe(config: Config, layer: int) -> Facts:
     """MoE unless the layer is listed in `mlp_only_layers` or its number + 1 is no multiple of `decoder_sparse_step`."""
     step = config.get("decoder_sparse_step", 1)
-    dense_layers = config.get("mlp_only_layers") or []
+    listed = config.get("mlp_only_layers")
+    dense_layers = listed if isinstance(listed, list) else []
     moe = (
         layer not in dense_layers
         and bool(config.get("num_experts", 128))
