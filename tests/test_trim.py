@@ -86,7 +86,7 @@ def test_tensors_that_no_rule_names_never_vanish(tiny_model, tmp_path):
     save_file(load_file(path) | {name: torch.ones(3) for name in names}, path, {"format": "pt", "note": "kept"})
     assert (
         subprocess.run(
-            f"{shlex.quote(sys.executable)} -m surgery index {source} > index && mv index {source}/model.safetensors.index.json",
+            f"{shlex.quote(sys.executable)} -m surgery index source > n && mv n source/model.safetensors.index.json",
             shell=True,
             cwd=tmp_path,
             env=support.surgery_environment(),
