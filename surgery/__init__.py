@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from surgery.operations.rename import Rename
     from surgery.operations.repack import Repack
     from surgery.operations.trim import Trim
-    from surgery.plan import Plan, make_plan
+    from surgery.plan import make_plan
     from surgery.plan_file import plan_digest, read_plan, write_plan
+    from surgery.plan_types import Plan
     from surgery.verify import Report
 
 __version__ = "0.1.0"
@@ -50,7 +51,7 @@ _HOME = {
     "Rename": "operations.rename",
     "Repack": "operations.repack",
     "Trim": "operations.trim",
-    "Plan": "plan",
+    "Plan": "plan_types",
     "make_plan": "plan",
     "plan_digest": "plan_file",
     "read_plan": "plan_file",

@@ -22,8 +22,8 @@ from surgery.engine.staging import Staging, finished, remove_leftovers
 from surgery.engine.transfer import Interrupted, Segment
 from surgery.engine.worker import Worker
 from surgery.errors import OutputError, SourceError
-from surgery.plan import Plan
 from surgery.plan_file import plan_digest
+from surgery.plan_types import Plan
 from surgery.safetensors_file import read_header
 
 __all__ = ["Options", "Outcome", "Progress", "execute"]

@@ -15,7 +15,7 @@ import xxhash
 
 from surgery.draft import ConfigChange, Decision, Dropped, Json, SourceFile
 from surgery.errors import SourceError
-from surgery.plan import Plan, PlannedTensor, Totals
+from surgery.plan_types import Plan, PlannedTensor, Totals
 from surgery.tiling import Tiling
 
 MANIFEST_NAME = "surgery.json"

@@ -13,7 +13,7 @@ from surgery.layer_ranges import layer_map_text
 
 if TYPE_CHECKING:
     from surgery.draft import ConfigChange
-    from surgery.plan import Totals
+    from surgery.plan_types import Totals
 
 
 def model_card(

@@ -13,7 +13,8 @@ import msgspec
 import xxhash
 
 from surgery.errors import SourceError, UsageError
-from surgery.plan import PLAN_FORMAT, Plan, check_plan
+from surgery.plan_check import check_plan
+from surgery.plan_types import PLAN_FORMAT, Plan
 
 _LISTS = ("sources", "side_files", "checks", "dropped", "config_changes", "decisions")
 

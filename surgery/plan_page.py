@@ -8,7 +8,7 @@ from typing import Any
 
 from surgery.errors import printable
 from surgery.layer_ranges import layer_map_text
-from surgery.plan import Plan
+from surgery.plan_types import Plan
 from surgery.sizes import human_size
 
 MAX_LISTED = 20

@@ -31,6 +31,8 @@ LAYERS = [
     ["tensor"],
     ["draft"],
     ["families"],
+    ["plan_types"],
+    ["plan_check"],
     ["operations", "model_card"],
     ["plan"],
     ["plan_file", "plan_page", "manifest"],

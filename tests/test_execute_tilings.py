@@ -14,7 +14,8 @@ from surgery import tensor as algebra
 from surgery.draft import SourceFile
 from surgery.errors import SourceError
 from surgery.execute import Options, execute
-from surgery.plan import PLAN_FORMAT, Check, Plan, PlannedFile, PlannedTensor, Totals, check_plan
+from surgery.plan_check import check_plan
+from surgery.plan_types import PLAN_FORMAT, Check, Plan, PlannedFile, PlannedTensor, Totals
 from surgery.safetensors_file import build_header, read_header
 from surgery.tiling import Tile, tiling, whole_source
 

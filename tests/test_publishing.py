@@ -27,7 +27,8 @@ from surgery.execute import Options, execute
 from surgery.operations.recipe import run_recipe
 from surgery.operations.repack import Repack
 from surgery.operations.trim import Trim
-from surgery.plan import Plan, make_plan
+from surgery.plan import make_plan
+from surgery.plan_types import Plan
 
 
 def plan_for(source: Path, *operations) -> Plan:

@@ -21,9 +21,10 @@ from surgery.operations.recipe import read_recipe, run_recipe
 from surgery.operations.rename import Rename
 from surgery.operations.repack import Repack
 from surgery.operations.trim import Trim
-from surgery.plan import Plan, make_plan
+from surgery.plan import make_plan
 from surgery.plan_file import decode_plan, plan_digest, read_plan, write_plan
 from surgery.plan_page import plan_page, plan_summary
+from surgery.plan_types import Plan
 from surgery.sizes import human_size, parse_size
 from surgery.storage import local_path
 

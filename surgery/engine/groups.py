@@ -13,8 +13,9 @@ from surgery.engine.gather import Part
 from surgery.engine.journal import Done
 from surgery.engine.transfer import Segment
 from surgery.engine.writing import Target
+from surgery.errors import CannotApply
 from surgery.moves import box_move, moves
-from surgery.plan import Check, Plan, PlannedTensor
+from surgery.plan_types import Check, Plan, PlannedFile, PlannedTensor
 from surgery.safetensors_file import StoredTensor
 from surgery.tiling import Tiling, sources
 
@@ -32,7 +33,7 @@ class Layout:
         self._nbytes = array("Q")
         self.firsts = [0, *accumulate(len(file.tensors) for file in plan.files)][:-1]
         for number, file in enumerate(plan.files):
-            header, placed = file.header(plan.metadata)
+            header, placed = _header(file, plan.metadata)
             positions = dict(placed)
             for tensor in file.tensors:
                 self._file.append(number)
@@ -46,6 +47,20 @@ class Layout:
 
     def nbytes_of(self, done: Done) -> int:
         return sum(self._nbytes[ordinal] for ordinal in range(self.count) if ordinal in done)
+
+
+def _header(file: PlannedFile, metadata: dict[str, str]) -> tuple[bytes, list[tuple[str, int]]]:
+    """The header of a planned file, which must give the length that was planned."""
+    try:
+        header, placed = file.header(metadata)
+    except ValueError as error:
+        raise CannotApply(str(error), file.name, "plan smaller shards") from error
+    nbytes = len(header) + sum(tensor.nbytes for tensor in file.tensors)
+    if nbytes != file.nbytes:
+        raise CannotApply(
+            f"the plan gives the file {file.nbytes} bytes, its tensors need {nbytes}", file.name, "make the plan again"
+        )
+    return header, placed
 
 
 class Group(msgspec.Struct, frozen=True):

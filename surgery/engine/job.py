@@ -11,7 +11,7 @@ from surgery.engine.groups import Layout
 from surgery.engine.journal import Done
 from surgery.engine.space import available_memory_nbytes, is_sparse
 from surgery.engine.staging import Staging
-from surgery.plan import Plan
+from surgery.plan_types import Plan
 
 DEFAULT_MEMORY_NBYTES = 16 << 20
 SMALL_JOB_SHARE = 0.1

@@ -16,7 +16,7 @@ from surgery.engine.space import allocated_nbytes, free_nbytes
 from surgery.engine.writing import Outputs, Target
 from surgery.errors import OutputError, SourceError
 from surgery.manifest import MANIFEST_NAME, ManifestFile, write_manifest
-from surgery.plan import PlannedFile, PlannedSideFile
+from surgery.plan_types import PlannedFile, PlannedSideFile
 from surgery.safetensors_file import read_header
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from surgery.plan import Plan
+from surgery.plan_types import Plan
 
 
 def is_sparse(status: os.stat_result) -> bool:

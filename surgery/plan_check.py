@@ -1,0 +1,107 @@
+"""Judge a plan before it is trusted: it is data, and anyone may have written it."""
+
+from __future__ import annotations
+
+from surgery.errors import CannotApply, Problems
+from surgery.moves import coverage_fault, moves
+from surgery.plan_types import Plan, PlannedTensor
+from surgery.safetensors_file import StoredTensor, tensor_nbytes
+from surgery.tiling import sources
+
+_MEND = "make the plan again with `surgery plan`"
+
+MANIFEST_NAME = "surgery.json"
+"""The name that only the manifest may have."""
+
+
+def check_plan(plan: Plan) -> None:
+    """Raise `CannotApply` with every problem: names that leave a directory or collide, sources outside their files,
+    tensors that are not covered exactly once, cuts inside a byte."""
+    problems = Problems()
+    _check_output_names(plan, problems)
+    _check_sources(plan, problems)
+    bounds = [(source.data_offset, source.nbytes) for source in plan.sources]
+    names: set[str] = set()
+    for file in plan.files:
+        for tensor in file.tensors:
+            name = tensor.name
+            if name in names or name == "__metadata__" or not name:
+                problems.add(f"the tensor name {name!r} is there twice or is no tensor name", file.name, _MEND)
+            names.add(name)
+            _check_tensor(tensor, bounds, problems)
+    for check in plan.checks:
+        _check_source(check.tile.source, bounds, check.tile.source.name, problems)
+        if check.kind == "equal" and check.tensor not in names:
+            problems.add(f"a check of {check.tensor!r}, which is no output tensor", "plan", _MEND)
+    problems.raise_if_any(CannotApply, "the plan cannot be carried out")
+
+
+def _check_output_names(plan: Plan, problems: Problems) -> None:
+    names = [*(f.name for f in plan.files), *(s.name for s in plan.side_files), *filter(None, [plan.index])]
+    taken = set(names)
+    for name in names:
+        if not is_plain(name) or name == MANIFEST_NAME:
+            problems.add(f"the output file name {name!r} is not a plain path inside the output", "plan", _MEND)
+        parts = name.split("/")
+        if any("/".join(parts[:depth]) in taken for depth in range(1, len(parts))):
+            problems.add(f"{name!r} lies below the name of another output file", "plan", _MEND)
+    if len(taken) != len(names):
+        problems.add("two output files have one name", "plan", _MEND)
+
+
+def _check_sources(plan: Plan, problems: Problems) -> None:
+    roots = range(len(plan.roots))
+    for source in plan.sources:
+        if not is_plain(source.name) or source.root not in roots:
+            problems.add(f"the source {source.name!r} is not a plain path inside a root of the plan", "plan", _MEND)
+        if not 0 <= source.data_offset <= source.nbytes:
+            problems.add(f"the source {source.name!r} has impossible sizes", "plan", _MEND)
+    for side in plan.side_files:
+        if side.text is None and (not is_plain(side.source_name) or side.root not in roots):
+            problems.add(f"the side file {side.source_name!r} is not a plain path inside a root", "plan", _MEND)
+
+
+def _check_tensor(tensor: PlannedTensor, bounds: list[tuple[int, int]], problems: Problems) -> None:
+    whole = tensor.whole
+    if (whole is None) == (tensor.tiling is None):
+        problems.add("a tensor is either whole or a tiling", tensor.name, _MEND)
+        return
+    if whole is not None:
+        _check_source(whole, bounds, tensor.name, problems)
+        return
+    content = tensor.content
+    stored = sources(content)
+    for source in stored:
+        _check_source(source, bounds, tensor.name, problems)
+    try:
+        tensor_nbytes(content.dtype, content.shape)
+        fault = coverage_fault(content)
+        if fault is not None:
+            problems.add(fault, tensor.name, _MEND)
+            return
+        for _ in moves(content, tensor.name):
+            pass
+    except CannotApply as error:
+        problems.add(error.what, error.where, error.mend)
+    except ValueError as error:
+        problems.add(str(error), tensor.name, _MEND)
+
+
+def _check_source(source: StoredTensor, bounds: list[tuple[int, int]], where: str, problems: Problems) -> None:
+    """A stored tensor has a size, and lies in the data of its file."""
+    try:
+        low, high = bounds[source.file] if source.file >= 0 else (1, 0)
+        sound = low <= source.offset <= source.offset + source.nbytes <= high
+        sound = sound and (not source.shape or min(source.shape) >= 0)
+    except (IndexError, ValueError):
+        sound = False
+    if not sound:
+        problems.add(
+            f"{source.name} ({source.dtype}, shape {list(source.shape)}) does not lie in its file", where, _MEND
+        )
+
+
+def is_plain(name: str) -> bool:
+    """Whether `name` is a relative path of ordinary parts, so that it cannot leave its directory."""
+    parts = name.split("/")
+    return all(part not in ("", ".", "..") and "\\" not in part and "\0" not in part for part in parts)
