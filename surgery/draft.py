@@ -8,7 +8,8 @@ told things in the source's terms.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -110,15 +111,6 @@ def noted(draft: Draft, rule: str, what: str) -> Draft:
 
 def draft_of(checkpoint: Checkpoint) -> Draft:
     """The identity of `checkpoint`: every tensor whole, config and side files as they are."""
-    card = "README.md"
-    ours = (checkpoint.root / "surgery.json").is_file()
-    side_files = []
-    for side in checkpoint.side_files:
-        if side.name != card:
-            side_files.append(SideFile(side.name, 0, side.name))
-        elif not ours:
-            # Our own card takes the name; the publisher's (licence, citation) stays beside it.
-            side_files.append(SideFile("README.source.md", 0, side.name))
     config_path = checkpoint.root / "config.json"
     return Draft(
         roots=(checkpoint.root,),
@@ -126,7 +118,7 @@ def draft_of(checkpoint: Checkpoint) -> Draft:
         tensors=dict(checkpoint.tensors),
         config=checkpoint.config,
         config_text=config_path.read_text("utf-8") if checkpoint.config is not None else None,
-        side_files=tuple({side.name: side for side in side_files}.values()),
+        side_files=tuple(_side_files(checkpoint)),
         metadata=common_metadata(f.metadata for f in checkpoint.files),
         base_name=checkpoint.base_name if not checkpoint.variant else f"{checkpoint.base_name}.{checkpoint.variant}",
         source_tensors=len(checkpoint.tensors),
@@ -134,6 +126,22 @@ def draft_of(checkpoint: Checkpoint) -> Draft:
         absent=tuple(f.tensor for f in checkpoint.findings if f.kind == "ghost-index-entry" and f.tensor),
         decisions=tuple(_decision(finding) for finding in checkpoint.findings),
     )
+
+
+def _side_files(checkpoint: Checkpoint) -> Iterator[SideFile]:
+    """The source's side files. Our own card takes the name README.md; the publisher's (licence, citation) stays
+    beside it, unless the source is an output of ours, whose card it is that goes."""
+    ours = (checkpoint.root / "surgery.json").is_file()
+    taken = {side.name for side in checkpoint.side_files}
+    for side in checkpoint.side_files:
+        if side.name != "README.md":
+            yield SideFile(side.name, 0, side.name)
+        elif not ours:
+            numbers = itertools.count(2)
+            name = "README.source.md"
+            while name in taken:
+                name = f"README.source.{next(numbers)}.md"
+            yield SideFile(name, 0, side.name)
 
 
 def _decision(finding: Finding) -> Decision:
