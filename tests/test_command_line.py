@@ -37,7 +37,7 @@ def test_the_help_of_every_command_has_an_example_and_it_runs(workplace):
         assert examples, f"surgery {name} --help has no example"
         for number, example in enumerate(examples):
             arguments = shlex.split(example.partition(" > ")[0])[1:]
-            if name in ("trim", "repack", "rename", "run", "apply"):
+            if arguments[0] in ("trim", "repack", "rename", "run", "apply"):
                 arguments = [f"out-{name}-{number}" if argument == "OUT" else argument for argument in arguments]
             if "--map" in arguments:
                 arguments[arguments.index("--map") + 1] = "model.layers=model.h"
