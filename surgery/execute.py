@@ -16,7 +16,7 @@ import msgspec
 
 from surgery.engine.groups import Group, units
 from surgery.engine.job import Job, Options
-from surgery.engine.journal import read_journals
+from surgery.engine.journal import bind, read_journals
 from surgery.engine.output_files import finish_files, make_files
 from surgery.engine.staging import Staging, finished, remove_leftovers
 from surgery.engine.transfer import Interrupted, Segment
@@ -98,7 +98,10 @@ class _Run:
 
     def write_all(self) -> str:
         """All files of the output, then the publishing step. Returns its note."""
-        self.job.done = read_journals(self.job.staging.path, self.job.digest, self.job.layout.count)
+        staging = self.job.staging
+        self.job.done = read_journals(staging.path, self.job.digest, self.job.layout.count)
+        if not bind(staging.path, self.job.digest):
+            staging.clear_surplus(set())
         try:
             make_files(self.job)
             self.resumed = len(self.job.done)

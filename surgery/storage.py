@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from surgery.errors import SourceError, UsageError
+from surgery.kernel import next_data, read_at
 from surgery.regular_file import open_regular, read_exactly
 
 BLOCK_NBYTES = 1 << 20
@@ -68,9 +68,10 @@ def _blocks(file_a: int, offset_a: int, file_b: int, offset_b: int, nbytes: int)
     """`(start, end)` pieces of the range, at most a block each, without those where both files have a hole."""
     position = 0
     while position < nbytes:
-        position = min(
-            _next_data(file_a, offset_a + position) - offset_a, _next_data(file_b, offset_b + position) - offset_b
-        )
+        data_a, data_b = next_data(file_a, offset_a + position), next_data(file_b, offset_b + position)
+        if data_a is None and data_b is None:
+            return
+        position = min(nbytes if data_a is None else data_a - offset_a, nbytes if data_b is None else data_b - offset_b)
         if position >= nbytes:
             return
         end = min(position + BLOCK_NBYTES, nbytes)
@@ -78,22 +79,11 @@ def _blocks(file_a: int, offset_a: int, file_b: int, offset_b: int, nbytes: int)
         position = end
 
 
-def _next_data(descriptor: int, offset: int) -> int:
-    """The first position from `offset` on that is in no hole, as far as the system can tell."""
-    if not hasattr(os, "SEEK_DATA"):
-        return offset
-    try:
-        return os.lseek(descriptor, offset, os.SEEK_DATA)
-    except OSError as error:
-        # ENXIO: nothing but a hole up to the end. Any other: a filesystem that does not know holes.
-        return 1 << 62 if error.errno == errno.ENXIO else offset
-
-
 def _fill(descriptor: int, into: memoryview, offset: int, path: Path) -> None:
     done = 0
     while done < len(into):
         try:
-            got = os.preadv(descriptor, [into[done:]], offset + done)
+            got = read_at(descriptor, into[done:], offset + done)
         except OSError as error:
             raise SourceError(f"cannot read: {error.strerror}", str(path), "check the disk") from error
         if not got:

@@ -17,7 +17,7 @@ PACKAGE = support.CHECKOUT / "surgery"
 # A module imports only what stands on an earlier line. One line a layer of the design.
 LAYERS = [
     ["surgery"],
-    ["errors"],
+    ["errors", "kernel"],
     ["dtypes", "sizes", "layer_ranges"],
     ["regular_file"],
     ["header_json"],

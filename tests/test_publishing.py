@@ -161,11 +161,42 @@ def test_a_rerun_after_success_says_so_and_exits_0(source, tmp_path):
 def test_another_plan_in_the_staging_directory_is_refused(source, tmp_path):
     crash_at(60, plan_for(source), tmp_path / "out", workers=1)
     staging = tmp_path / ".out.surgery-partial"
-    (staging / "journal.0").write_text('{"plan": "another"}\n')
+    (staging / "journal.0").write_text('{"plan": "another"}\n' + "3 " + "ab" * 16 + "\n")
     before = tree(staging)
     with pytest.raises(OutputError, match="another plan"):
         execute(plan_for(source), tmp_path / "out")
     assert tree(staging) == before
+
+
+def test_files_of_another_plan_that_finished_nothing_are_not_built_on(tmp_path):
+    """Same names, sizes and headers, other bytes; in sparse outputs holes are not written over."""
+    source = big_sparse(tmp_path / "source", 1 << 20)
+    plan = plan_for(source, Repack())
+    execute(plan, tmp_path / "whole")
+    assert crash_at(5, plan, tmp_path / "out", workers=1)
+    staged = tmp_path / ".out.surgery-partial" / "content" / plan.files[0].name
+    data = bytearray((tmp_path / "whole" / plan.files[0].name).read_bytes())
+    data[2000:2010] = b"0123456789"
+    staged.write_bytes(data)
+    (tmp_path / ".out.surgery-partial" / "plan").write_text("of another plan")
+    execute(plan, tmp_path / "out")
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+
+
+def test_a_filesystem_that_tells_no_holes_has_none(tmp_path, monkeypatch):
+    source = big_sparse(tmp_path / "source", 1 << 20)
+    seek = os.lseek
+
+    def no_holes(descriptor, offset, how):
+        if how in (os.SEEK_DATA, os.SEEK_HOLE):
+            raise OSError(22, "Invalid argument")
+        return seek(descriptor, offset, how)
+
+    plan = plan_for(source, Repack())
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "lseek", no_holes)
+        execute(plan, tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").read_bytes().endswith(b"the last 16 byte")
 
 
 def test_two_runs_at_once_are_refused_by_the_lock(source, tmp_path):

@@ -14,6 +14,7 @@ from pathlib import Path
 from surgery.errors import OutputError
 
 JOURNAL_PREFIX = "journal."
+BOUND_NAME = "plan"
 DIGEST_NBYTES = 16
 
 
@@ -67,15 +68,24 @@ class Journal:
 
 
 def read_journals(directory: Path, digest: str, count: int) -> Done:
-    """What earlier runs of the plan `digest` finished. Raises `OutputError` where the journal is another plan's."""
+    """What earlier runs of the plan `digest` finished. Raises `OutputError` where another plan's work lies there."""
     done = Done(count)
     for path in sorted(directory.glob(f"{JOURNAL_PREFIX}*")):
+        plan = None
         for line in path.read_text("utf-8", "replace").split("\n"):
             if line.startswith("{"):
-                _refuse_other_plan(line, digest, directory)
+                plan = _plan_of(line)
                 continue
             number, _, hexadecimal = line.partition(" ")
-            if number.isdecimal() and int(number) < count and len(hexadecimal) == 2 * DIGEST_NBYTES:
+            if plan is None or not number.isdecimal() or len(hexadecimal) != 2 * DIGEST_NBYTES:
+                continue
+            if plan != digest:
+                raise OutputError(
+                    f"an unfinished run of another plan is there: plan {plan}, this one is {digest}",
+                    str(directory),
+                    f"finish it with the command it was started with, or remove {directory}",
+                )
+            if int(number) < count:
                 try:
                     done.set(int(number), bytes.fromhex(hexadecimal))
                 except ValueError:
@@ -83,14 +93,30 @@ def read_journals(directory: Path, digest: str, count: int) -> Done:
     return done
 
 
-def _refuse_other_plan(line: str, digest: str, directory: Path) -> None:
+def bind(directory: Path, digest: str) -> bool:
+    """Bind the staging directory to a plan; whether it was bound to that plan already.
+
+    Files of another plan may lie there that finished nothing: they look alike and hold other bytes, so whoever is
+    told False must not build on them.
+    """
+    marker = directory / BOUND_NAME
     try:
-        found = json.loads(line)["plan"]
+        if marker.read_text("utf-8") == digest:
+            return True
+    except (OSError, UnicodeDecodeError):
+        pass
+    aside = directory / f"{BOUND_NAME}.new"
+    with aside.open("w") as file:
+        file.write(digest)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(marker)
+    return False
+
+
+def _plan_of(line: str) -> str | None:
+    try:
+        plan = json.loads(line)["plan"]
     except (ValueError, KeyError, TypeError):
-        return
-    if found != digest:
-        raise OutputError(
-            f"an unfinished run of another plan is there: plan {found}, this one is {digest}",
-            str(directory),
-            f"finish it with the plan and source it was made from, or remove {directory}",
-        )
+        return None
+    return plan if isinstance(plan, str) else None

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from surgery.engine import kernel
+from surgery import kernel
 from surgery.engine.job import Job
 from surgery.engine.space import allocated_nbytes, free_nbytes
 from surgery.engine.writing import Outputs, Target
@@ -51,9 +51,7 @@ def _make_file(job: Job, path: Path, header: bytes, nbytes: int) -> None:
             os.ftruncate(descriptor, nbytes)
         else:
             kernel.allocate(descriptor, nbytes)
-        written = 0
-        while written < len(header):
-            written += os.pwrite(descriptor, header[written:], written)
+        kernel.write_at(descriptor, header, 0)
     finally:
         os.close(descriptor)
 
@@ -91,7 +89,8 @@ def finish_files(job: Job) -> None:
 
 def _prove_file(file: PlannedFile, path: Path) -> ManifestFile:
     """Read the header back from the disk and compare it with the plan; make the file durable."""
-    with path.open("rb") as written:
+    # Opened for writing: Windows flushes no other handle.
+    with path.open("r+b") as written:
         os.fsync(written.fileno())
     header = read_header(path)
     found = {(t.name, t.dtype, t.shape) for t in header.tensors}

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from surgery.engine import kernel
+from surgery import kernel
 from surgery.errors import SourceError
 
 
@@ -52,7 +52,7 @@ class SourceRange:
     def __init__(self, descriptor: int, path: Path, *, sparse: bool, drop: bool) -> None:
         self._descriptor = descriptor
         self._path = path
-        self._sparse = sparse and hasattr(os, "SEEK_DATA")
+        self._sparse = sparse
         self._drop = drop
 
     def fill(self, into: memoryview, offset: int) -> None:
@@ -60,7 +60,7 @@ class SourceRange:
         done = 0
         while done < len(into):
             try:
-                got = os.preadv(self._descriptor, [into[done:]], offset + done)
+                got = kernel.read_at(self._descriptor, into[done:], offset + done)
             except OSError as error:
                 raise SourceError(
                     f"reading failed at byte {offset + done}: {error.strerror}",
@@ -83,23 +83,14 @@ class SourceRange:
         while position < end:
             data_end = end
             if self._sparse:
-                data_start, data_end = self._next_data(position, end)
-                if data_start > position:
-                    yield position, data_start - position
-                    position = data_start
+                data_start = kernel.next_data(self._descriptor, position)
+                if data_start is None or data_start > position:
+                    hole_end = end if data_start is None else min(data_start, end)
+                    yield position, hole_end - position
+                    position = hole_end
                     continue
+                data_end = kernel.next_hole(self._descriptor, position, end)
             block = buffer[: min(len(buffer), data_end - position)]
             self.fill(block, position)
             yield position, block
             position += len(block)
-
-    def _next_data(self, position: int, end: int) -> tuple[int, int]:
-        """The next stretch of data in `[position, end)`; `(end, end)` where only a hole is left."""
-        try:
-            data_start = min(os.lseek(self._descriptor, position, os.SEEK_DATA), end)
-        except OSError:
-            # ENXIO: no data from here to the end of the file.
-            return end, end
-        if data_start == end:
-            return end, end
-        return data_start, min(os.lseek(self._descriptor, data_start, os.SEEK_HOLE), end)

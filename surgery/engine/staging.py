@@ -14,7 +14,7 @@ import stat
 from pathlib import Path
 from types import TracebackType
 
-from surgery.engine import kernel
+from surgery import kernel
 from surgery.errors import OutputError, UsageError
 from surgery.manifest import MANIFEST_NAME, ManifestHead, read_head
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from surgery.engine import kernel
+from surgery import kernel
 
 WINDOW_NBYTES = 32 << 20
 ZEROS = memoryview(bytes(1 << 20))
@@ -51,14 +51,12 @@ class Outputs:
         return descriptor
 
     def write(self, file: int, offset: int, data: memoryview) -> None:
-        """All of `data` at `offset`. One call of the kernel moves at most 2 GiB and may move less (case F23)."""
+        """All of `data` at `offset`."""
         descriptor = self.descriptor(file)
-        done = 0
-        while done < len(data):
-            done += os.pwrite(descriptor, data[done:], offset + done)
+        kernel.write_at(descriptor, data, offset)
         self._unsynced.add(file)
         if self._window:
-            self._note_dirty(file, offset, done)
+            self._note_dirty(file, offset, len(data))
 
     def write_sparsely(self, file: int, offset: int, data: memoryview) -> None:
         """As `write`; in sparse outputs, pieces of zeros stay holes."""
@@ -75,7 +73,7 @@ class Outputs:
         descriptor = self.descriptor(file)
         done = 0
         while done < len(into):
-            got = os.preadv(descriptor, [into[done:]], offset + done)
+            got = kernel.read_at(descriptor, into[done:], offset + done)
             if got == 0:
                 raise OSError(f"{self._paths[file].name} became shorter while it was written")
             done += got

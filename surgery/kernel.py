@@ -1,4 +1,4 @@
-"""The few Linux calls that the Python library does not offer, each with what it falls back to elsewhere.
+"""Calls that not every system has, each with what it falls back to.
 
 `sync_file_range`, `fallocate` and `renameat2` through ctypes. macOS and Windows take the portable way: no
 preallocation, no page-cache window, the same bytes.
@@ -39,6 +39,51 @@ def _libc() -> Any:
     except AttributeError:
         return None
     return libc
+
+
+def read_at(descriptor: int, into: memoryview, offset: int) -> int:
+    """Read at most `into` from `offset`; how many bytes came. 0 is the end of the file."""
+    if hasattr(os, "preadv"):
+        return os.preadv(descriptor, [into], offset)
+    os.lseek(descriptor, offset, os.SEEK_SET)
+    data = os.read(descriptor, len(into))
+    into[: len(data)] = data
+    return len(data)
+
+
+def write_at(descriptor: int, data: memoryview | bytes, offset: int) -> None:
+    """Write all of `data` at `offset`. One call moves at most 2 GiB and may move less (case F23)."""
+    view = memoryview(data)
+    done = 0
+    while done < len(view):
+        if hasattr(os, "pwrite"):
+            done += os.pwrite(descriptor, view[done:], offset + done)
+        else:
+            os.lseek(descriptor, offset + done, os.SEEK_SET)
+            done += os.write(descriptor, view[done:])
+
+
+def next_data(descriptor: int, offset: int) -> int | None:
+    """The first position from `offset` on that lies in no hole; None where only a hole is left.
+
+    A filesystem that does not tell holes has none: only ENXIO means that no data follows.
+    """
+    if not hasattr(os, "SEEK_DATA"):
+        return offset
+    try:
+        return os.lseek(descriptor, offset, os.SEEK_DATA)
+    except OSError as error:
+        return None if error.errno == errno.ENXIO else offset
+
+
+def next_hole(descriptor: int, offset: int, end: int) -> int:
+    """The end of the data that begins at `offset`, at most `end`."""
+    if not hasattr(os, "SEEK_HOLE"):
+        return end
+    try:
+        return min(os.lseek(descriptor, offset, os.SEEK_HOLE), end)
+    except OSError:
+        return end
 
 
 def allocate(descriptor: int, nbytes: int) -> None:
