@@ -15,7 +15,7 @@ from surgery.cli.output import emit, emit_json, message
 from surgery.cli.progress import ConsoleProgress
 from surgery.draft import Operation, draft_of
 from surgery.engine.space import allocated_nbytes
-from surgery.errors import OutputError, UsageError, printable
+from surgery.errors import MAX_LISTED_PROBLEMS, OutputError, UsageError, printable
 from surgery.execute import Options, Outcome, execute
 from surgery.operations.recipe import read_recipe, run_recipe
 from surgery.operations.rename import Rename
@@ -34,8 +34,11 @@ Operations = list[Operation]
 def make_plan_of(source: str, operations: Sequence[Operation], **source_options: Any) -> Plan:
     """Open SRC, apply the operations, and plan."""
     checkpoint = Checkpoint.open(source, **source_options)
-    for finding in checkpoint.findings:
+    for finding in checkpoint.findings[:MAX_LISTED_PROBLEMS]:
         message(f"{finding.severity}: {finding.what}" + (f" ({finding.where})" if finding.where else ""))
+    rest = len(checkpoint.findings) - MAX_LISTED_PROBLEMS
+    if rest > 0:
+        message(f"and {rest} more findings: `surgery inspect {source}` lists them")
     return make_plan(run_recipe(draft_of(checkpoint), operations))
 
 
