@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from surgery.checkpoint import Checkpoint
+from surgery.config_reading import Config, setting, text_section
 from surgery.errors import SourceError
 from surgery.layer_ranges import compact_ranges
 from surgery.safetensors_file import StoredTensor
@@ -18,7 +19,6 @@ from surgery.storage import read_bytes
 from surgery.verifying.rehash import Reader
 from surgery.verifying.verdicts import Findings
 
-_TEXT_SECTIONS = ("text_config", "llm_config", "language_config")
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 _ROUTERS = ("gate.weight", "gate.bias", "gate.e_score_correction_bias", "router.weight", "router.bias")
@@ -28,29 +28,14 @@ _LAYER_NAME = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.([0-9]{1,9})\.")
 _RELATIVE_IMPORT = re.compile(r"^\s*from\s+\.(\w+)\s+import\b", re.MULTILINE)
 _MAX_SMALL_NBYTES = 16 << 20
 
-Config = Mapping[str, Any]
 
-
-def text_section(config: Config) -> Config:
-    """The part of the config that speaks of the text decoder: a nested one where there is one."""
-    sections = [config.get(key) for key in _TEXT_SECTIONS]
-    thinker = config.get("thinker_config")
-    if isinstance(thinker, dict):
-        sections.append(thinker.get("text_config"))
-    return next((section for section in sections if isinstance(section, dict)), config)
-
-
-def setting(config: Config, *names: str) -> Any:
-    """The first of `names` that the text section has, else the top level; None where neither has one."""
-    for section in (text_section(config), config):
-        for name in names:
-            if section.get(name) is not None:
-                return section[name]
-    return None
+def _setting(config: Config, *names: str) -> Any:
+    found = setting(config, *names)
+    return found[1] if found is not None else None
 
 
 def _count(config: Config, *names: str) -> int | None:
-    value = setting(config, *names)
+    value = _setting(config, *names)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
@@ -142,7 +127,7 @@ def check_mtp(checkpoint: Checkpoint, config: Config, findings: Findings) -> Non
     depth = _count(config, "num_hidden_layers")
     if stages is None or stages <= 0 or any(_is_mtp(name, depth) for name in checkpoint.tensors):
         return
-    field = next(name for name in _MTP_COUNTS if setting(config, name) == stages)
+    field = next(name for name in _MTP_COUNTS if _setting(config, name) == stages)
     findings.fault(
         "missing-mtp",
         f"{field} is {stages}, but there is no tensor of an MTP stage: a speculative load would make one up",
