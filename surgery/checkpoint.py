@@ -235,7 +235,12 @@ class _Survey:
         """Index against headers, both ways."""
         assert model.index is not None
         assert model.index_name is not None
-        read = {file.name for file in self.files}
+        file_names = [file.name for file in self.files]
+        held_by = {name: file_names[tensor.file] for name, tensor in self.tensors.items()}
+        if held_by == model.index:
+            self._compare_total(model)
+            return
+        read = set(file_names)
         where = model.index_name
         mend = f"`surgery index DIR` prints the index that the files deserve; {where} is stale"
         for name, file in model.index.items():
@@ -263,6 +268,10 @@ class _Survey:
             if name not in model.index:
                 file = self.files[tensor.file].name
                 self.fault("unindexed-tensor", f"{name} in {file} is not in the index", file, mend, name)
+        self._compare_total(model)
+
+    def _compare_total(self, model: ModelFiles) -> None:
+        where = model.index_name or ""
         total = sum(tensor.nbytes for tensor in self.tensors.values())
         if model.total_size != total and not any(finding.severity == "fault" for finding in self.findings):
             said = (

@@ -5,7 +5,7 @@ Written and hashed in pieces: a plan of a million tensors never exists as one st
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,6 +16,7 @@ from surgery.errors import SourceError, UsageError
 from surgery.plan_check import check_plan
 from surgery.plan_types import PLAN_FORMAT, Plan
 
+_ITEMS_AT_A_TIME = 4096
 _LISTS = ("sources", "side_files", "checks", "dropped", "config_changes", "decisions")
 
 
@@ -41,26 +42,23 @@ def _pieces(plan: Plan, *, with_roots: bool) -> Iterator[bytes]:
         yield b',\n"%s":' % field.encode() + encode(getattr(plan, field))
     for field in _LISTS:
         yield b',\n"%s":' % field.encode()
-        yield from _lines(encode(item) for item in getattr(plan, field))
+        yield from _lines(getattr(plan, field))
     yield b',\n"files":['
     for number, planned in enumerate(plan.files):
-        yield b'%s\n{"name":%s,"nbytes":%d,"tensors":' % (
-            b"," if number else b"",
-            encode(planned.name),
-            planned.nbytes,
-        )
-        yield from _lines(encode(tensor) for tensor in planned.tensors)
+        separator = b"," if number else b""
+        yield b'%s\n{"name":%s,"nbytes":%d,"tensors":' % (separator, encode(planned.name), planned.nbytes)
+        yield from _lines(planned.tensors)
         yield b"}"
     yield b"]}\n"
 
 
-def _lines(items: Iterable[bytes]) -> Iterator[bytes]:
-    """A JSON list, an item a line."""
+def _lines(items: Sequence[object]) -> Iterator[bytes]:
+    """A JSON list, an item a line: a newline never stands inside an item, JSON escapes it."""
+    encoder = msgspec.json.Encoder(decimal_format="number")
     yield b"["
-    separator = b"\n"
-    for item in items:
-        yield separator + item
-        separator = b",\n"
+    for start in range(0, len(items), _ITEMS_AT_A_TIME):
+        lines = encoder.encode_lines(items[start : start + _ITEMS_AT_A_TIME])
+        yield (b",\n" if start else b"\n") + lines[:-1].replace(b"\n", b",\n")
     yield b"]"
 
 
