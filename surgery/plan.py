@@ -77,7 +77,7 @@ def pack(
     header_nbytes = 0
     for name, content in tensors.items():
         nbytes = content.nbytes
-        entry_nbytes = len(name.encode()) * 2 + _HEADER_ENTRY_NBYTES
+        entry_nbytes = (len(name) if name.isascii() else len(name.encode())) * 2 + _HEADER_ENTRY_NBYTES
         full = data_nbytes[-1] + nbytes > limit or header_nbytes + entry_nbytes > MAX_HEADER_NBYTES - 65536
         if shards[-1] and full:
             shards.append([])

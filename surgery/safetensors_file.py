@@ -89,12 +89,17 @@ def build_header(
     if metadata:
         pairs = ",".join(f"{quoted(key)}:{quoted(value)}" for key, value in sorted(metadata.items()))
         entries.append(f'"__metadata__":{{{pairs}}}')
+    known: dict[tuple[str, tuple[int, ...]], tuple[str, int]] = {}  # a model has few shapes and many tensors
     for name, dtype, shape in file_order(tensors):
-        end = position + tensor_nbytes(dtype, shape)
-        sizes = ",".join(map(str, shape))
-        entries.append(f'{quoted(name)}:{{"dtype":"{dtype}","shape":[{sizes}],"data_offsets":[{position},{end}]}}')
+        start_and_nbytes = known.get((dtype, shape))
+        if start_and_nbytes is None:
+            sizes = ",".join(map(str, shape))
+            start_and_nbytes = f':{{"dtype":"{dtype}","shape":[{sizes}],"data_offsets":[', tensor_nbytes(dtype, shape)
+            known[dtype, shape] = start_and_nbytes
+        start, nbytes = start_and_nbytes
+        entries.append(f"{quoted(name)}{start}{position},{position + nbytes}]}}")
         placed.append((name, position))
-        position = end
+        position += nbytes
     names = {name for name, _ in placed}
     if len(names) < len(placed) or "__metadata__" in names:
         raise ValueError("tensor names must be unique, and __metadata__ is none")
