@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from surgery.errors import CannotApply
-from surgery.families.decoders import DECODERS
+from surgery.families.dense import DENSE
+from surgery.families.hybrid import HYBRID
+from surgery.families.moe import MOE
 from surgery.families.schema import Config, Family
 
-FAMILIES: tuple[Family, ...] = DECODERS
+FAMILIES: tuple[Family, ...] = (*DENSE, *MOE, *HYBRID)
 
 
 def model_type(config: Config) -> str:

@@ -49,7 +49,11 @@ class _Layers:
         self._config = config
         self._family = family
         self._findings = findings
-        self._prefix = family.stack.prefix
+        self._section = family.section(config)[1]
+        self._prefix = next(
+            (prefix for prefix in family.stack.prefixes if any(name.startswith(prefix) for name in checkpoint.tensors)),
+            family.stack.prefix,
+        )
 
     def check(self) -> str | None:
         """Returns why layers cannot be judged; None where they were."""
@@ -69,17 +73,22 @@ class _Layers:
         return None
 
     def _check_spellings(self, depth: int) -> None:
+        ignored = any(field in self._section for field in self._family.stack.depth_from)
         for field in DEPTH_SPELLINGS:
-            if field in self._config and self._config[field] != depth:
+            if field in self._section and self._section[field] != depth and not ignored:
                 self._findings.fault(
                     "depth",
-                    f"{field} is {self._config[field]!r}, {self._family.stack.depth} is {depth}",
+                    f"{field} is {self._section[field]!r}, {self._family.stack.depth} is {depth}",
                     "config.json",
                     "correct the wrong one",
                 )
-        for field in self._family.stack.per_layer:
-            value = self._config.get(field)
-            if isinstance(value, list) and len(value) != depth:
+        for field, has_tail in {"layer_types": False, **self._family.per_layer_fields()}.items():
+            value = self._section.get(field)
+            if (
+                isinstance(value, (list, str))
+                and value
+                and (len(value) < depth or (len(value) > depth and not has_tail))
+            ):
                 self._findings.fault(
                     "per-layer-list",
                     f"{field} has {len(value)} entries for {depth} layers",
@@ -109,7 +118,8 @@ class _Layers:
 
     def _check_ids(self, signatures: Mapping[int, int], depth: int) -> None:
         missing = [layer for layer in range(min(depth, MAX_KEPT_FINDINGS * 100)) if layer not in signatures]
-        surplus = sorted(layer for layer in signatures if layer >= depth)
+        behind = self._family.mtp is not None and self._family.mtp.behind
+        surplus = [] if behind else sorted(layer for layer in signatures if layer >= depth)
         if missing:
             self._findings.fault(
                 "missing-layer",

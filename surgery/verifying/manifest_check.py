@@ -116,6 +116,7 @@ class _LayerNames:
         operations = {str(entry.get("operation")) for entry in head.recipe if isinstance(entry, dict)}
         self._layers = head.layers
         self._judged = bool(operations) and operations <= _KEEPS_NAMES
+        self._behind: int | None = None
 
     def fault(self, tensor: ManifestTensor) -> str | None:
         if not self._judged or tensor.source is None:
@@ -125,10 +126,22 @@ class _LayerNames:
             if not tensor.name.startswith(prefix) or not re.fullmatch(r"[0-9]{1,9}", number):
                 continue
             if int(number) >= len(kept):
-                return f"{tensor.name} is in layer {number}; the layer map has {len(kept)} layers"
+                return self._stage_fault(tensor, prefix, kept, int(number), rest)
             expected = f"{prefix}{kept[int(number)]}.{rest}"
             return None if tensor.source == expected else _other_source(tensor, expected)
         return None if tensor.source == tensor.name else _other_source(tensor, tensor.name)
+
+    def _stage_fault(
+        self, tensor: ManifestTensor, prefix: str, kept: Sequence[int], number: int, rest: str
+    ) -> str | None:
+        """Behind the layers lie MTP stages: all moved by the same number of places."""
+        source, _, source_rest = str(tensor.source).removeprefix(prefix).partition(".")
+        if source_rest != rest or not re.fullmatch(r"[0-9]{1,9}", source) or int(source) <= max(kept, default=-1):
+            return f"{tensor.name} is in layer {number}; the layer map has {len(kept)} layers"
+        moved = int(source) - number
+        if self._behind is None:
+            self._behind = moved
+        return None if moved == self._behind else _other_source(tensor, f"{prefix}{number + self._behind}.{rest}")
 
 
 def _other_source(tensor: ManifestTensor, expected: str) -> str:

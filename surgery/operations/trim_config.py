@@ -1,0 +1,173 @@
+"""The config of a trim: counts, facts, ids of layers and MTP counts; nothing else is touched."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from surgery.draft import Config, ConfigChange
+from surgery.errors import CannotApply
+from surgery.families.carrying import LayerMap, carry, depth_fields
+from surgery.families.schema import DEPTH_SPELLINGS, Family
+from surgery.operations.rename import QUANTIZATION_KEYS
+from surgery.operations.trim_tensors import Parts
+
+_PER_LAYER_NAME = re.compile(r"layer|_types|pattern|freq|ratios|block")
+_LONG_LIST = 8
+"""A list of the model's depth says something of each layer for certain only where the depth is no usual length."""
+
+
+class _Edit:
+    """A copy of the config under edit, and the record of what changed."""
+
+    def __init__(self, config: Config, family: Family) -> None:
+        self.config = copy.deepcopy(config)
+        self.path = family.section(self.config)[0]
+        self.section: dict[str, Any] = self.config
+        for key in self.path:
+            self.section = self.section[key]
+        self.changes: list[ConfigChange] = []
+        self.notes: list[str] = []
+
+    def put(self, field: str, new: Any, rule: str, reader: str = "all", *, top: bool = False) -> None:
+        place = self.config if top else self.section
+        path = field if top else ".".join((*self.path, field))
+        old = copy.deepcopy(place.get(field))
+        if field not in place or old != new:
+            self.changes.append(ConfigChange(path, old, new, rule, reader))
+            place[field] = new
+
+
+def trimmed_config(
+    config: Config, family: Family, layers: LayerMap, parts: Parts, readers: Sequence[str], retarget: str
+) -> tuple[Config, list[ConfigChange], list[str]]:
+    """The config of the trimmed model, its changes as old -> new, and notes for a person."""
+    edit = _Edit(config, family)
+    _judge_depth(edit, family, layers.depth)
+    _judge_lengths(edit, family, layers.depth)
+    _refuse_listed_modules(config, family)
+    changes = carry(family, config, layers, readers)
+    for field in depth_fields(family, family.section(config)[1], layers.depth):
+        edit.put(field, len(layers.kept), "depth count")
+    for change in changes:
+        edit.put(change.field, change.new, change.rule, change.reader)
+    _judge_lists(edit, family, config, layers)
+    _carry_ids(edit, family, layers, retarget)
+    _count_stages(edit, family, layers, parts)
+    return edit.config, edit.changes, edit.notes
+
+
+def _judge_depth(edit: _Edit, family: Family, depth: int) -> None:
+    """Every spelling of the count that the file has says the same."""
+    for place, path in ((edit.section, edit.path), (edit.config, ())):
+        for field in dict.fromkeys((family.stack.depth, *DEPTH_SPELLINGS)):
+            if field not in place or (place is edit.config and edit.path):
+                continue
+            ignored = family.stack.depth_from and any(name in place for name in family.stack.depth_from)
+            if place[field] != depth and not ignored:
+                raise CannotApply(
+                    f"{'.'.join((*path, field))} is {place[field]!r}, the depth is {depth}: the config disagrees "
+                    "with itself",
+                    "config.json",
+                    "correct the wrong one",
+                )
+
+
+def _judge_lengths(edit: _Edit, family: Family, depth: int) -> None:
+    """A list with one entry a layer has one for each, and more only where entries of MTP stages may follow."""
+    for field, has_tail in {"layer_types": False, **family.per_layer_fields()}.items():
+        listed = edit.section.get(field)
+        if not isinstance(listed, (list, str)) or not listed:
+            continue
+        if len(listed) < depth or (len(listed) > depth and not has_tail):
+            raise CannotApply(
+                f"{field} has {len(listed)} entries for {depth} layers",
+                "config.json",
+                "correct the list: engines refuse such a config",
+            )
+
+
+def _judge_lists(edit: _Edit, family: Family, config: Config, layers: LayerMap) -> None:
+    """A list of the model's depth that no rule knows: of one value it is cut along, of several nobody can say."""
+    section = family.section(config)[1]
+    known = family.known_fields()
+    for field, value in section.items():
+        if not isinstance(value, list) or len(value) != layers.depth or field in known:
+            continue
+        if layers.depth <= _LONG_LIST and not _PER_LAYER_NAME.search(field):
+            continue
+        if any(entry != value[0] for entry in value):
+            raise CannotApply(
+                f"{field} has an entry for each of the {len(value)} layers, and no rule says what it means",
+                f"config.json {field}",
+                "remove the field if no engine reads it; otherwise this family needs a rule for it",
+            )
+        edit.put(field, [value[layer] for layer in layers.kept], "per-layer list of one value")
+
+
+def _carry_ids(edit: _Edit, family: Family, layers: LayerMap, retarget: str) -> None:
+    """Ids of layers that are no fact of a layer, such as the targets of a draft head."""
+    for ids in family.ids:
+        listed = edit.section.get(ids.field)
+        if not isinstance(listed, list) or not listed:
+            continue
+        gone = [entry for entry in listed if not isinstance(entry, int) or entry - ids.base not in layers.kept]
+        if gone and retarget != "last":
+            raise CannotApply(
+                f"{ids.field} names layers {gone}, which are not kept",
+                f"config.json {ids.field}",
+                f"keep them, or --retarget last points the {len(listed)} ids at the last kept layers",
+            )
+        if gone:
+            first = max(0, len(layers.kept) - len(listed))
+            new = [ids.base + first + min(j, len(layers.kept) - 1 - first) for j in range(len(listed))]
+            edit.notes.append(f"{ids.field} {listed} points at the last kept layers now: its own are gone")
+        else:
+            new = [ids.base + list(layers.kept).index(entry - ids.base) for entry in listed]
+        edit.put(ids.field, new, "ids of layers")
+
+
+def _count_stages(edit: _Edit, family: Family, layers: LayerMap, parts: Parts) -> None:
+    """MTP stages are counted from tensors as well as from the config; a count that is right stays."""
+    mtp = family.mtp
+    if mtp is None:
+        return
+    for field in mtp.counts:
+        for place in ((edit.section, False), (edit.config, True)) if edit.path else ((edit.section, False),):
+            if field not in place[0]:
+                continue
+            count = place[0][field]
+            if parts.stages and not layers.stages:
+                edit.put(field, 0, "MTP dropped", top=place[1])
+            elif count and not parts.stages:
+                edit.notes.append(f"{field} is {count}, and no tensor of an MTP stage is there")
+            elif count != len(parts.stages):
+                edit.notes.append(f"{field} is {count!r}, and {len(parts.stages)} MTP stages are there")
+
+
+def _refuse_listed_modules(config: Config, family: Family) -> None:
+    """A quantisation list that names layers would point at other layers after the trim."""
+    numbered = re.compile(r"(layers|h|blocks?)\\?\.[\\\[(]*\d")
+    for key in QUANTIZATION_KEYS:
+        named = [text for text in _strings(config.get(key)) if numbered.search(text)]
+        if named:
+            raise CannotApply(
+                f"{key} names layers by number, for one {named[0]!r}: trimming {family.name} with such a list "
+                "is not possible yet",
+                f"config.json {key}",
+                "`surgery repack` works on it",
+            )
+
+
+def _strings(value: Any) -> Iterable[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, entry in value.items():
+            yield from _strings(key)
+            yield from _strings(entry)
+    elif isinstance(value, list):
+        for entry in value:
+            yield from _strings(entry)
