@@ -34,6 +34,20 @@ _COMMON: dict[str, Any] = {
 }
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
+_LATENT: dict[str, Any] = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
+_LINEAR: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+
 # Families whose layers are all of one kind: name -> (model type, config fields).
 _UNIFORM: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -54,6 +68,7 @@ _MIXED: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "num_key_value_heads": 4,
             "first_k_dense_replace": 2,
+            "num_nextn_predict_layers": 0,
             "n_routed_experts": 4,
             "n_shared_experts": 1,
             "n_group": 2,
@@ -71,6 +86,156 @@ _MIXED: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 8, "num_experts": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3], **_EXPERTS},
     ),
     "qwen2_window": ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "deepseek_v2": (
+        "deepseek_v2",
+        {
+            "num_key_value_heads": 4,
+            "first_k_dense_replace": 2,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "topk_method": "greedy",
+            **_LATENT,
+            **_EXPERTS,
+        },
+    ),
+    "glm4_moe": (
+        "glm4_moe",
+        {
+            "num_nextn_predict_layers": 0,
+            "first_k_dense_replace": 2,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "head_dim": 8,
+            **_EXPERTS,
+        },
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 8},
+    ),
+    "gemma2": ("gemma2", {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8}),
+    "gemma3_text": (
+        "gemma3_text",
+        {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8, "sliding_window_pattern": 3},
+    ),
+    "gemma3n_text": (
+        "gemma3n_text",
+        {
+            "head_dim": 8,
+            "sliding_window": 8,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 4,
+            "vocab_size_per_layer_input": VOCABULARY_SIZE,
+            "laurel_rank": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+        },
+    ),
+    "jamba": (
+        "jamba",
+        {
+            "attn_layer_period": 3,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "mamba_d_state": 4,
+            "mamba_d_conv": 2,
+            "mamba_expand": 2,
+            "use_mamba_kernels": False,
+        },
+    ),
+    "qwen3_next": (
+        "qwen3_next",
+        {
+            "head_dim": 8,
+            "num_experts": 4,
+            "full_attention_interval": 3,
+            "mlp_only_layers": [1],
+            "shared_expert_intermediate_size": 16,
+            **_LINEAR,
+            **_EXPERTS,
+        },
+    ),
+    "qwen3_5_moe_text": (
+        "qwen3_5_moe_text",
+        {"head_dim": 8, "num_experts": 4, "shared_expert_intermediate_size": 16, **_LINEAR, **_EXPERTS},
+    ),
+    "llama4_text": (
+        "llama4_text",
+        {
+            "head_dim": 8,
+            "intermediate_size_mlp": 48,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layer_interval": 3,
+            "attention_chunk_size": 8,
+        },
+    ),
+    "glm_moe_dsa": (
+        "glm_moe_dsa",
+        {
+            "num_key_value_heads": 4,
+            "first_k_dense_replace": 2,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "index_topk": 8,
+            "index_head_dim": 16,
+            "index_n_heads": 2,
+            "index_topk_freq": 3,
+            "index_skip_topk_offset": 2,
+            **_LATENT,
+            **_EXPERTS,
+        },
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            "hybrid_override_pattern": "M-M*ME",
+            "head_dim": 8,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 8,
+            "n_groups": 2,
+            "conv_kernel": 2,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "moe_shared_expert_intermediate_size": 16,
+            "n_group": 1,
+            "topk_group": 1,
+            "use_mamba_kernels": False,
+            **_EXPERTS,
+        },
+    ),
+    "deepseek_v4": (
+        "deepseek_v4",
+        {
+            "head_dim": 16,
+            "q_lora_rank": 16,
+            "o_lora_rank": 8,
+            "o_groups": 2,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_key_value_heads": 1,
+            "qk_rope_head_dim": 8,
+            "num_hash_layers": 2,
+            "compress_ratios": [0, 0, 4, 128, 4, 128],
+            "sliding_window": 8,
+            "index_n_heads": 2,
+            "index_head_dim": 16,
+            "index_topk": 4,
+            "num_nextn_predict_layers": 0,
+            **_EXPERTS,
+        },
+    ),
 }
 
 
@@ -82,6 +247,11 @@ def families() -> list[str]:
 def mixed_families() -> list[str]:
     """The families that have layers of several kinds."""
     return list(_MIXED)
+
+
+def model_type_of(name: str) -> str:
+    """The `model_type` of a model that `build` makes."""
+    return {**_UNIFORM, **_MIXED}[name][0]
 
 
 def build(
@@ -137,17 +307,19 @@ def cut_in_memory(directory: Path, layers: list[int]) -> PreTrainedModel:
 
     model = load_strict(directory)
     decoder = model.get_decoder()
+    decoder = decoder if hasattr(decoder, "layers") else decoder.model
     config = model.config
+    depth = len(decoder.layers)
     shared = {id(config): config}  # deepcopy leaves what its memo holds: copies go on reading the one config
     decoder.layers = torch.nn.ModuleList(copy.deepcopy(decoder.layers[old], shared.copy()) for old in layers)
     for new, layer in enumerate(decoder.layers):
         for module in layer.modules():
             if hasattr(module, "layer_idx"):
                 module.layer_idx = new
-    kinds = getattr(config, "layer_types", None)
+    for name, value in list(vars(config).items()):
+        if isinstance(value, list) and len(value) == depth and name != "architectures":
+            setattr(config, name, [value[old] for old in layers])
     config.num_hidden_layers = len(layers)
-    if kinds is not None:
-        config.layer_types = [kinds[old] for old in layers]
     return model
 
 

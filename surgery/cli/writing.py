@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -186,12 +186,18 @@ def _sharded(operations: Operations, max_shard_size: str | None) -> Operations:
     return operations if max_shard_size is None else [*operations, Repack(max_shard_size)]
 
 
-def _build_trim(layers: tuple[str, ...], max_shard_size: str | None) -> Operations:
+def _build_trim(
+    layers: tuple[str, ...],
+    mtp: Literal["keep", "drop"],
+    retarget: Literal["", "last"],
+    reader: Literal["", "transformers", "vllm"],
+    max_shard_size: str | None,
+) -> Operations:
     if not layers:
         raise UsageError("no layers chosen", "--layers", "write --layers 0,6,7")
     if len(layers) > 1:
         raise UsageError("--layers is given twice for one stack", "--layers", "write them as one list: 0,6,7")
-    return _sharded([Trim(layers[0])], max_shard_size)
+    return _sharded([Trim(layers[0], mtp, retarget or "", reader or "")], max_shard_size)
 
 
 def _build_repack(max_shard_size: str | None) -> Operations:
@@ -211,6 +217,24 @@ trim_command = _register(
             multiple=True,
             metavar="LIST",
             help="Source layers in their new order: 0,6,7; 0-3 has both ends; a repeat copies the layer again.",
+        ),
+        click.option(
+            "--mtp",
+            type=click.Choice(["keep", "drop"]),
+            default="keep",
+            show_default=True,
+            help="Multi-token-prediction stages: keep and renumber them, or drop tensors and count.",
+        ),
+        click.option(
+            "--retarget",
+            type=click.Choice(["last"]),
+            help="Point ids of layers that go (targets of a draft head) at the last kept layers.",
+        ),
+        click.option(
+            "--for",
+            "reader",
+            type=click.Choice(["transformers", "vllm"]),
+            help="Keep what this program reads of every layer; both, when left out.",
         ),
         SHARD_OPTION,
     ),

@@ -11,7 +11,7 @@ QWEN_EXPERTS = SparseStep("decoder_sparse_step", "mlp_only_layers", ("num_expert
 BEHIND = Mtp(behind=True)
 
 # Llama 4 has two readers of two fields: a list of MoE layers, and a step.
-_NO_ROPE = PerLayer("no_rope_layers", Every("no_rope_layer_interval", 0, 1, period=4), codes={True: 1, False: 0})
+_NO_ROPE = PerLayer("no_rope_layers", Every("no_rope_layer_interval", 0, 1, period=4))
 _CHUNKED = PerLayer(
     "no_rope_layers",
     Every("no_rope_layer_interval", FULL, "chunked_attention", period=4),

@@ -141,6 +141,8 @@ class PerLayer:
                 # A list that this one overrides is cut along, so that whoever reads it alone is told the same.
                 fields = {**(self.otherwise.cut(carry) or {}), **fields}
             return carry.changes(fields) if carry.says(self, fields) else None
+        if isinstance(self.otherwise, PerLayer) and (inner := self.otherwise.express(carry)) is not None:
+            return inner
         if carry.says(self):
             return {}
         if not self.add:

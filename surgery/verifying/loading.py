@@ -177,8 +177,9 @@ class _Layers:
         """What every decoder of these families has beside its layers."""
         if self._prefix != "model.layers.":
             return
-        for name in ("model.embed_tokens", "model.norm"):
-            if not any(f"{name}.{kind}" in self._tensors for kind in ("weight", "qweight", "weight_packed")):
+        for name, others in (("model.embed_tokens", ()), ("model.norm", ("model.final_layernorm",))):
+            held = (f"{each}.{kind}" for each in (name, *others) for kind in ("weight", "qweight", "weight_packed"))
+            if not any(tensor in self._tensors for tensor in held):
                 self._findings.fault(
                     "missing-tensor",
                     f"there is no {name}.weight",

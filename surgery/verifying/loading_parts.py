@@ -24,6 +24,7 @@ _MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 _ROUTERS = ("gate.weight", "gate.bias", "gate.e_score_correction_bias", "router.weight", "router.bias")
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 _MTP_NAME = re.compile(r"(?:^|\.)(?:mtp|nextn)[^.]*\.")
+_HEAD_NAME = re.compile(r"(?:^|\.)lm_head\.|^head\.")
 _LAYER_NAME = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.([0-9]{1,9})\.")
 _RELATIVE_IMPORT = re.compile(r"^\s*from\s+\.(\w+)\s+import\b", re.MULTILINE)
 _MAX_SMALL_NBYTES = 16 << 20
@@ -61,9 +62,7 @@ def _embedding(checkpoint: Checkpoint) -> StoredTensor | None:
 
 def _heads(checkpoint: Checkpoint) -> list[StoredTensor]:
     return [
-        tensor
-        for name, tensor in checkpoint.tensors.items()
-        if (name.startswith("lm_head.") or ".lm_head." in name) and not _MTP_NAME.search(name)
+        tensor for name, tensor in checkpoint.tensors.items() if _HEAD_NAME.search(name) and not _MTP_NAME.search(name)
     ]
 
 
@@ -85,7 +84,7 @@ def check_ties(checkpoint: Checkpoint, config: Config, findings: Findings) -> li
             "get the missing lm_head.weight, or correct the flag",
             "lm_head.weight",
         )
-    head = next((tensor for tensor in heads if tensor.name.endswith("lm_head.weight")), None)
+    head = next((tensor for tensor in heads if tensor.name.endswith("head.weight")), None)
     if tied and head is not None:
         try:
             equal = _same(checkpoint, embedding, head)
@@ -142,7 +141,7 @@ def check_embeddings(checkpoint: Checkpoint, config: Config, findings: Findings,
     vocabulary, hidden = _count(config, "vocab_size"), _count(config, "hidden_size")
     embedding = _embedding(checkpoint)
     matrices = [embedding] if embedding is not None else []
-    matrices += [tensor for tensor in _heads(checkpoint) if tensor.name.endswith("lm_head.weight")]
+    matrices += [tensor for tensor in _heads(checkpoint) if tensor.name.endswith("head.weight")]
     for tensor in matrices:
         if len(tensor.shape) != 2 or tensor.dtype not in _FLOATS:
             continue  # Packed: its axes count other things.
