@@ -90,6 +90,7 @@ class Draft(msgspec.Struct, frozen=True):
     decisions: tuple[Decision, ...] = ()
     layers: dict[str, list[int]] = {}
     recipe: tuple[dict[str, Json], ...] = ()
+    cover: tuple[Json, ...] = ()
     max_shard_bytes: int | None = None
 
 

@@ -56,6 +56,7 @@ def make_plan(draft: Draft, checks: Sequence[Check] = ()) -> Plan:
         config_changes=draft.config_changes,
         decisions=(*draft.decisions, *_oversized(files, draft.max_shard_bytes or DEFAULT_MAX_SHARD_BYTES)),
         totals=totals,
+        cover=tuple(msgspec.to_builtins(row) for row in draft.cover),
     )
     card = SideFile("README.md", text=model_card(plan.recipe, plan.layers, plan.config_changes, plan.totals))
     wanted = [*_config_file(draft), *draft.side_files, card]

@@ -109,6 +109,7 @@ class Plan(msgspec.Struct, frozen=True):
     config_changes: tuple[ConfigChange, ...]
     decisions: tuple[Decision, ...]
     totals: Totals
+    cover: tuple[Json, ...] = ()
 
     def tensors(self) -> Iterator[PlannedTensor]:
         """Every output tensor, file by file, in the order that the executor numbers them."""

@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "What is in a checkpoint, and what is odd about it.",
     ),
     "trim": ("surgery.cli.writing", "trim_command", "Keep some layers, under new numbers, config and all."),
+    "cover": ("surgery.cli.covering", "cover_command", "The fewest layers that keep every kind."),
     "repack": ("surgery.cli.writing", "repack_command", "The same tensors in shards of another size."),
     "rename": ("surgery.cli.writing", "rename_command", "Other names for tensors."),
     "run": ("surgery.cli.writing", "run_command", "Several operations in one pass: a YAML recipe."),

@@ -188,16 +188,17 @@ def _sharded(operations: Operations, max_shard_size: str | None) -> Operations:
 
 def _build_trim(
     layers: tuple[str, ...],
+    cover: bool,
     mtp: Literal["keep", "drop"],
     retarget: Literal["", "last"],
     reader: Literal["", "transformers", "vllm"],
     max_shard_size: str | None,
 ) -> Operations:
-    if not layers:
-        raise UsageError("no layers chosen", "--layers", "write --layers 0,6,7")
+    if not layers and not cover:
+        raise UsageError("no layers chosen", "--layers", "write --layers 0,6,7, or --cover")
     if len(layers) > 1:
         raise UsageError("--layers is given twice for one stack", "--layers", "write them as one list: 0,6,7")
-    return _sharded([Trim(layers[0], mtp, retarget or "", reader or "")], max_shard_size)
+    return _sharded([Trim(",".join(layers), cover, mtp, retarget or "", reader or "")], max_shard_size)
 
 
 def _build_repack(max_shard_size: str | None) -> Operations:
@@ -218,6 +219,7 @@ trim_command = _register(
             metavar="LIST",
             help="Source layers in their new order: 0,6,7; 0-3 has both ends; a repeat copies the layer again.",
         ),
+        click.option("--cover", is_flag=True, help="Keep the fewest layers that hold every kind."),
         click.option(
             "--mtp",
             type=click.Choice(["keep", "drop"]),

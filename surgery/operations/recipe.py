@@ -31,6 +31,8 @@ def run_recipe(draft: Draft, operations: Sequence[Operation]) -> Draft:
     """Apply `operations` in their order, in one pass over names and config; the draft remembers the recipe."""
     for number, operation in enumerate(operations, 1):
         try:
+            if isinstance(operation, Trim):
+                operation = operation.resolved(draft)
             draft = operation.apply(draft)
         except SurgeryError as error:
             if len(operations) > 1:

@@ -10,6 +10,7 @@ import msgspec
 from surgery.draft import Draft, changed, noted, with_tensors
 from surgery.errors import CannotApply, UsageError
 from surgery.families.carrying import LayerMap, readers_of
+from surgery.families.cover import cover, cover_table
 from surgery.families.records import require_family
 from surgery.families.schema import Config, Family
 from surgery.layer_ranges import compact_ranges, parse_ranges
@@ -21,16 +22,30 @@ class Trim(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="operation", tag="trim", omit_defaults=True
 ):
     """`layers`: source layer ids in their new order, `0,6,7`; ranges `0-3` include both ends; a repeat copies the
-    layer again.
+    layer again. With `cover` instead, the fewest layers that keep every kind.
 
     `mtp`: what becomes of the multi-token-prediction stages; nothing where there are none. `retarget` `last` points
     ids of dropped layers (draft heads' targets) at the last kept ones. `reader` narrows whose facts must hold.
     """
 
-    layers: str
+    layers: str = ""
+    cover: bool = False
     mtp: Literal["keep", "drop"] = "keep"
     retarget: Literal["", "last"] = ""
     reader: Literal["", "transformers", "vllm"] = ""
+
+    def resolved(self, draft: Draft) -> Trim:
+        """This trim with the layers that `cover` chooses, as the recipe records it."""
+        if bool(self.layers) == self.cover:
+            raise UsageError(
+                "either layers or cover chooses what stays", "trim", "write --layers 0,6,7, or --cover, not both"
+            )
+        if not self.cover:
+            return self
+        family = require_family(draft.config, "trim")
+        assert draft.config is not None
+        chosen = cover(family, draft.config, depth_of(family, draft.config), readers_of(family, self.reader))
+        return msgspec.structs.replace(self, layers=compact_ranges(chosen), cover=False)
 
     def apply(self, draft: Draft) -> Draft:
         family = require_family(draft.config, "trim")
@@ -41,6 +56,10 @@ class Trim(
         stages = list(parts.stages) if self.mtp == "keep" else []
         layers = LayerMap(kept, depth, stages)
         trimmed = self._configured(draft, family, layers, parts)
+        table = cover_table(
+            family, draft.config, depth, readers_of(family, self.reader), kept, len(parts.stages), len(stages)
+        )
+        trimmed = changed(trimmed, cover=tuple(table))
         tensors, gone = trimmed_tensors(draft, family, parts, layers)
         trimmed = with_tensors(_without_absent(trimmed, parts, kept), tensors, gone)
         before = draft.layers.get(parts.prefix, list(range(depth)))
