@@ -30,6 +30,7 @@ LAYERS = [
     ["reshaping", "moves"],
     ["tensor"],
     ["draft"],
+    ["quantization"],
     ["families"],
     ["name_census", "rank_layout"],
     ["config_reading"],

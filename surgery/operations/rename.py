@@ -11,9 +11,9 @@ import msgspec
 
 from surgery.draft import Config, ConfigChange, Draft, changed
 from surgery.errors import CannotApply, Problems, UsageError
+from surgery.quantization import QUANTIZATION_KEYS
 from surgery.tiling import Content
 
-QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 _PATTERN_MARKS = re.compile(r"^re:|[*\\^$?\[\]()|+]")
 
 

@@ -11,8 +11,8 @@ from surgery.draft import Config, ConfigChange
 from surgery.errors import CannotApply
 from surgery.families.carrying import LayerMap, carry, depth_fields
 from surgery.families.schema import DEPTH_SPELLINGS, Family
-from surgery.operations.rename import QUANTIZATION_KEYS
-from surgery.operations.trim_tensors import Parts
+from surgery.operations.trim_tensors import Parts, split_layer
+from surgery.quantization import carry_list, lists_of, modules_of, unknown_numbers
 
 _PER_LAYER_NAME = re.compile(r"layer|_types|pattern|freq|ratios|block")
 _LONG_LIST = 8
@@ -41,13 +41,20 @@ class _Edit:
 
 
 def trimmed_config(
-    config: Config, family: Family, layers: LayerMap, parts: Parts, readers: Sequence[str], retarget: str
+    config: Config,
+    family: Family,
+    layers: LayerMap,
+    parts: Parts,
+    readers: Sequence[str],
+    retarget: str,
+    names: Iterable[str],
 ) -> tuple[Config, list[ConfigChange], list[str]]:
-    """The config of the trimmed model, its changes as old -> new, and notes for a person."""
+    """The config of the trimmed model, its changes as old -> new, and notes for a person. `names` are the source's
+    tensors."""
     edit = _Edit(config, family)
     _judge_depth(edit, family, layers.depth)
     _judge_lengths(edit, family, layers.depth)
-    _refuse_listed_modules(config, family)
+    _refuse_unknown_numbers(config, family)
     changes = carry(family, config, layers, readers)
     for field in depth_fields(family, family.section(config)[1], layers.depth):
         edit.put(field, len(layers.kept), "depth count")
@@ -56,6 +63,7 @@ def trimmed_config(
     _judge_lists(edit, family, config, layers)
     _carry_ids(edit, family, layers, retarget)
     _count_stages(edit, family, layers, parts)
+    _carry_lists(edit, layers, parts, names)
     return edit.config, edit.changes, edit.notes
 
 
@@ -147,27 +155,40 @@ def _count_stages(edit: _Edit, family: Family, layers: LayerMap, parts: Parts) -
                 edit.notes.append(f"{field} is {count!r}, and {len(parts.stages)} MTP stages are there")
 
 
-def _refuse_listed_modules(config: Config, family: Family) -> None:
-    """A quantisation list that names layers would point at other layers after the trim."""
-    numbered = re.compile(r"(layers|h|blocks?)\\?\.[\\\[(]*\d")
-    for key in QUANTIZATION_KEYS:
-        named = [text for text in _strings(config.get(key)) if numbered.search(text)]
-        if named:
-            raise CannotApply(
-                f"{key} names layers by number, for one {named[0]!r}: trimming {family.name} with such a list "
-                "is not possible yet",
-                f"config.json {key}",
-                "`surgery repack` works on it",
-            )
+def _refuse_unknown_numbers(config: Config, family: Family) -> None:
+    """A text of a quantisation section that names layers, outside the lists that are understood, would be stale."""
+    named = unknown_numbers(config)
+    if named:
+        raise CannotApply(
+            f"the quantisation section names layers by number in a form that is not understood, for one {named[0]!r}",
+            "config.json",
+            f"`surgery repack` works on it; trimming {family.name} needs this scheme's rule",
+        )
 
 
-def _strings(value: Any) -> Iterable[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for key, entry in value.items():
-            yield from _strings(key)
-            yield from _strings(entry)
-    elif isinstance(value, list):
-        for entry in value:
-            yield from _strings(entry)
+def _carry_lists(edit: _Edit, layers: LayerMap, parts: Parts, names: Iterable[str]) -> None:
+    """Quantisation lists follow the layers; entries that match nothing are reported."""
+    lists = list(lists_of(edit.config))
+    modules = modules_of(names) if lists else []
+
+    def move(path: str) -> list[str] | None:
+        split = split_layer(path + ".", parts.prefix)
+        if split is None:
+            return None
+        rest = split[1].removesuffix(".")
+        places = [place for place, source in enumerate(layers.kept) if source == split[0]]
+        if split[0] >= layers.depth:
+            stage = split[0] - layers.depth
+            places = [len(layers.kept) + stage] if stage in layers.stages else []
+        return [f"{parts.prefix}{place}{rest}" for place in places]
+
+    for path, method, entries in lists:
+        carried = carry_list(path, method, entries, modules, move)
+        if carried.dead:
+            edit.notes.append(f"{'.'.join(path)}: {len(carried.dead)} entries match no module, first {carried.dead[0]}")
+        if carried.new != carried.old:
+            edit.changes.append(ConfigChange(".".join(path), carried.old, carried.new, "quantisation list"))
+            place: Any = edit.config
+            for key in path[:-1]:
+                place = place[key]
+            place[path[-1]] = carried.new
