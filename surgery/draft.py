@@ -125,7 +125,14 @@ def draft_of(checkpoint: Checkpoint) -> Draft:
         source_tensors=len(checkpoint.tensors),
         source_nbytes=sum(tensor.nbytes for tensor in checkpoint.tensors.values()),
         absent=tuple(f.tensor for f in checkpoint.findings if f.kind == "ghost-index-entry" and f.tensor),
-        decisions=tuple(_decision(finding) for finding in checkpoint.findings),
+        decisions=(
+            *(_decision(finding) for finding in checkpoint.findings),
+            *(
+                Decision("side file", f"{side.name} is left behind: its name cannot be one of an output")
+                for side in checkpoint.side_files
+                if not _can_travel(side.name)
+            ),
+        ),
     )
 
 
@@ -135,6 +142,8 @@ def _side_files(checkpoint: Checkpoint) -> Iterator[SideFile]:
     ours = (checkpoint.root / "surgery.json").is_file()
     taken = {side.name for side in checkpoint.side_files}
     for side in checkpoint.side_files:
+        if not _can_travel(side.name):
+            continue
         if side.name != "README.md":
             yield SideFile(side.name, 0, side.name)
         elif not ours:
@@ -143,6 +152,13 @@ def _side_files(checkpoint: Checkpoint) -> Iterator[SideFile]:
             while name in taken:
                 name = f"README.source.{next(numbers)}.md"
             yield SideFile(name, 0, side.name)
+
+
+def _can_travel(name: str) -> bool:
+    """Names that mean something else in an output, or on another system, stay behind."""
+    first = name.partition("/")[0]
+    ours = first in ("README.md", "config.json", "surgery.json") and "/" in name
+    return not ours and "\\" not in name and first != "lost+found"
 
 
 def _decision(finding: Finding) -> Decision:

@@ -15,8 +15,9 @@ from pathlib import Path
 import msgspec
 
 from surgery.engine.groups import Group, units
+from surgery.engine.identity import same_source, source_state
 from surgery.engine.job import Job, Options
-from surgery.engine.journal import bind, read_journals
+from surgery.engine.journal import Done, bind, forget_journals, read_journals
 from surgery.engine.output_files import finish_files, make_files
 from surgery.engine.staging import Staging, finished, remove_leftovers
 from surgery.engine.transfer import Interrupted, Segment
@@ -60,7 +61,7 @@ def execute(plan: Plan, out: Path, options: Options | None = None, progress: Pro
     options = options or Options()
     digest = plan_digest(plan)
     roots = [Path(root) for root in plan.roots]
-    if out.exists() and finished(out, digest) is not None:
+    if not options.overwrite and finished(out, digest) is not None and same_source(plan, out):
         remove_leftovers(out)
         return Outcome(out, digest, already=True, resumed=0, nbytes_written=0)
     with Staging(out, overwrite=options.overwrite, sources=roots) as staging:
@@ -100,8 +101,12 @@ class _Run:
         """All files of the output, then the publishing step. Returns its note."""
         staging = self.job.staging
         self.job.done = read_journals(staging.path, self.job.digest, self.job.layout.count)
-        if not bind(staging.path, self.job.digest):
+        if not bind(staging.path, f"{self.job.digest} {source_state(self.job.source_paths)}"):
+            # Another plan that finished nothing, or files of the source with another state (a model saved again
+            # has the same headers): what lies there is not to be built on.
             staging.clear_surplus(set())
+            forget_journals(staging.path)
+            self.job.done = Done(self.job.layout.count)
         try:
             make_files(self.job)
             self.resumed = len(self.job.done)

@@ -15,11 +15,14 @@ import xxhash
 
 from surgery.draft import ConfigChange, Decision, Dropped, Json, SourceFile
 from surgery.errors import SourceError
+from surgery.plan_check import is_plain
 from surgery.plan_types import Plan, PlannedTensor, Totals
+from surgery.storage import read_bytes
 from surgery.tiling import Tiling
 
 MANIFEST_NAME = "surgery.json"
 MANIFEST_FORMAT = 1
+MAX_MANIFEST_NBYTES = 4 << 30
 SELF_CHECKSUM = b',\n"xxh3_128":"%s"}\n'
 """The end of a manifest: the checksum of everything before it."""
 
@@ -122,21 +125,20 @@ def _tensor(tensor: PlannedTensor, file: str, digest: str) -> ManifestTensor:
 def read_head(directory: Path) -> ManifestHead | None:
     """The head of the manifest in `directory`; None where there is none that can be read."""
     try:
-        data = (directory / MANIFEST_NAME).read_bytes()
-        return msgspec.json.decode(data, type=ManifestHead)
-    except (OSError, msgspec.DecodeError, RecursionError):
+        data = read_bytes(directory / MANIFEST_NAME, MAX_MANIFEST_NBYTES)
+        head = msgspec.json.decode(data, type=ManifestHead)
+        # Names decide what --overwrite may delete: a manifest that names anything outside is nobody's.
+        return head if all(is_plain(name) for name in head.files) else None
+    except (SourceError, msgspec.DecodeError, RecursionError):
         return None
 
 
 def read_manifest(directory: Path) -> Manifest | None:
     """The manifest in `directory`; None where there is none. Raises `SourceError` for one that cannot be read."""
     path = directory / MANIFEST_NAME
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
+    if not path.exists():
         return None
-    except OSError as error:
-        raise SourceError(f"cannot read the manifest: {error.strerror}", str(path)) from error
+    data = read_bytes(path, MAX_MANIFEST_NBYTES)
     try:
         return msgspec.json.decode(data, type=Manifest)
     except (msgspec.DecodeError, RecursionError) as error:

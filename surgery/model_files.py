@@ -17,6 +17,7 @@ from surgery.side_files import Links, is_weight_file
 from surgery.storage import read_bytes
 
 MAX_INDEX_NBYTES = 512 << 20
+MAX_JSON_DEPTH = 100
 """Several times the index of a million tensors."""
 INDEX_SUFFIX = ".safetensors.index.json"
 _NOT_THE_MODEL = ("consolidated", "adapter_model")
@@ -219,6 +220,21 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def _refuse_depth(value: Any) -> None:
+    """Nesting that no config has, and that functions which walk it would fail on."""
+    level = [value]
+    for _ in range(MAX_JSON_DEPTH):
+        level = [
+            inner
+            for each in level
+            for inner in (each.values() if isinstance(each, dict) else each if isinstance(each, list) else ())
+            if isinstance(inner, (dict, list))
+        ]
+        if not level:
+            return
+    raise ValueError(f"nested deeper than {MAX_JSON_DEPTH} levels")
+
+
 def read_json(path: Path, max_nbytes: int, where: str) -> Any:
     """A small JSON file, keys in order and unique; NaN and Infinity pass. Raises `SourceError` with the reason."""
     data = read_bytes(path, max_nbytes, where)
@@ -228,6 +244,7 @@ def read_json(path: Path, max_nbytes: int, where: str) -> Any:
         raise SourceError("it begins with a byte order mark, which JSON forbids", where, "save it as UTF-8 without it")
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
+        _refuse_depth(value)
     except UnicodeDecodeError as error:
         raise SourceError(f"not UTF-8 at byte {error.start}", where, again) from error
     except _DuplicateKey as error:

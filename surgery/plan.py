@@ -7,6 +7,7 @@ version and a digest (`plan_file`), so it can be printed, compared, kept in git 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from surgery.errors import CannotApply, Problems
 from surgery.model_card import model_card
 from surgery.plan_check import check_plan
 from surgery.plan_types import PLAN_FORMAT, Check, Plan, PlannedFile, PlannedSideFile, PlannedTensor, Totals
+from surgery.regular_file import open_regular
 from surgery.safetensors_file import MAX_HEADER_NBYTES, StoredTensor, build_header
 from surgery.tiling import Content, Tiling, sources, whole_source
 
@@ -160,7 +162,14 @@ def _config_file(draft: Draft) -> list[SideFile]:
         return []
     if not draft.config_changes:
         return [SideFile("config.json", 0, "config.json")]
-    return [SideFile("config.json", text=config_text(draft.config))]
+    text = config_text(draft.config)
+    if "Infinity" in text and "Infinity" not in (draft.config_text or ""):
+        raise CannotApply(
+            "a number in it is larger than a double can be, and would be written back as Infinity",
+            "config.json",
+            "correct the number",
+        )
+    return [SideFile("config.json", text=text)]
 
 
 def config_text(config: Config) -> str:
@@ -172,8 +181,9 @@ def _side_file(roots: Sequence[Path], side: SideFile) -> PlannedSideFile:
         data = side.text.encode()
         return PlannedSideFile(side.name, len(data), xxhash.xxh3_128_hexdigest(data), text=side.text)
     hasher, nbytes = xxhash.xxh3_128(), 0
-    with (roots[side.root] / side.source_name).open("rb") as file:
-        while block := file.read(1 << 20):
+    path = roots[side.root] / side.source_name
+    with open_regular(path, str(path)) as (descriptor, _):
+        while block := os.read(descriptor, 1 << 20):
             hasher.update(block)
             nbytes += len(block)
     return PlannedSideFile(side.name, nbytes, hasher.hexdigest(), side.root, side.source_name)

@@ -44,20 +44,25 @@ def check_plan(plan: Plan, *, proven: bool = False) -> None:
 
 
 def _check_output_names(plan: Plan, problems: Problems) -> None:
-    names = [*(f.name for f in plan.files), *(s.name for s in plan.side_files), *filter(None, [plan.index])]
+    names = [*(f.name for f in plan.files), *(s.name for s in plan.side_files)]
+    names += [] if plan.index is None else [plan.index]
     taken = set(names)
     for name in names:
-        if not is_plain(name) or name == MANIFEST_NAME:
+        first = name.partition("/")[0]
+        reserved = first == "lost+found" or first.endswith(".surgery-partial") or first.lower() == MANIFEST_NAME
+        if not is_plain(name) or reserved or (name == plan.index and "/" in name):
             problems.add(f"the output file name {name!r} is not a plain path inside the output", "plan", _MEND)
         parts = name.split("/")
         if any("/".join(parts[:depth]) in taken for depth in range(1, len(parts))):
             problems.add(f"{name!r} lies below the name of another output file", "plan", _MEND)
-    if len(taken) != len(names):
-        problems.add("two output files have one name", "plan", _MEND)
+    if len({name.casefold() for name in names}) != len(names):
+        problems.add("two output files have one name, or names that differ in case only", "plan", _MEND)
 
 
 def _check_sources(plan: Plan, problems: Problems) -> None:
     roots = range(len(plan.roots))
+    if any("\0" in root for root in plan.roots):
+        problems.add("a root of the plan is no path", "plan", _MEND)
     for source in plan.sources:
         if not is_plain(source.name) or source.root not in roots:
             problems.add(f"the source {source.name!r} is not a plain path inside a root of the plan", "plan", _MEND)

@@ -21,9 +21,10 @@ from surgery.errors import CannotApply
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 
-NUMBERED = re.compile(r"(?:layers|h|blocks?)\\?\.[\\\[(]*\d")
+NUMBERED = re.compile(r"(?:layers|h|blocks?)\\?\.[\\\[(?:=!]*\d")
 """Text that names layers by number, plain or in a pattern."""
 
+PATTERN_MARKS = re.compile(r"^re:|[*\\^$?\[\]()|+]")
 _LIST_FIELDS = ("ignore", "targets", "modules_to_not_convert", "ignored_layers")
 Matcher = Callable[[str, str], bool]
 Move = Callable[[str], list[str] | None]
@@ -90,10 +91,19 @@ def matcher_of(method: str, field: str) -> Matcher:
 
 def lists_of(config: Any) -> Iterator[tuple[tuple[str, ...], str, list[str]]]:
     """Every module list of a config: path, scheme and entries."""
-    for key in QUANTIZATION_KEYS:
-        section = config.get(key) if isinstance(config, dict) else None
-        if isinstance(section, dict):
-            yield from _lists_in(section, (key,), str(section.get("quant_method", "")))
+    for path, section in _sections(config):
+        yield from _lists_in(section, path, str(section.get("quant_method", "")))
+
+
+def _sections(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+    """The quantisation sections of a config and of the configs nested in it (`text_config`)."""
+    for key, value in config.items() if isinstance(config, dict) else ():
+        if not isinstance(value, dict):
+            continue
+        if key in QUANTIZATION_KEYS:
+            yield (*path, key), value
+        elif key.endswith("_config"):
+            yield from _sections(value, (*path, key))
 
 
 def _lists_in(
@@ -133,12 +143,10 @@ def carry_list(
 def _carried_entry(
     entry: str, hit: Sequence[str], wanted: set[str], left: Sequence[str], matches: Matcher, move: Move
 ) -> list[str]:
-    if not NUMBERED.search(entry):
-        return [entry]
     # A plain path moves as a module would, whether or not a module of that name is there: engines fuse some.
-    if not re.search(r"^re:|[*\\^$?\[\]()|+]", entry) and (names := move(entry)) is not None:
+    if not PATTERN_MARKS.search(entry) and (names := move(entry)) is not None:
         return names
-    if hit and not wanted:
+    if hit and not wanted and NUMBERED.search(entry):
         return []
     if {module for module in left if matches(entry, module)} == wanted:
         return [entry]
@@ -163,8 +171,8 @@ def _prove(
 def unknown_numbers(config: Any) -> list[str]:
     """Texts of the quantisation sections that name layers by number outside the lists that are understood."""
     found: list[str] = []
-    for key in QUANTIZATION_KEYS:
-        found += [text for text in _strings(config.get(key)) if NUMBERED.search(text)]
+    for _, section in _sections(config):
+        found += [text for text in _strings(section) if NUMBERED.search(text)]
     return found
 
 

@@ -18,7 +18,7 @@ import support
 import tiny_models
 from surgery.checkpoint import Checkpoint
 from surgery.draft import draft_of
-from surgery.errors import CannotApply, SurgeryError, UsageError
+from surgery.errors import SurgeryError, UsageError
 from surgery.execute import execute
 from surgery.operations.recipe import run_recipe
 from surgery.operations.rename import Rename
@@ -276,9 +276,15 @@ def test_rename_carries_the_quantisation_lists(editable, tmp_path):
         "ignore": ["language_model.lm_head", "language_model.model.norm", "other"],
         "groups": {"targets": ["language_model.model.layers.0.mlp"]},
     }
-    edit_config(source, quantization_config={"ignore": ["re:model\\.layers.*"]})
-    with pytest.raises(CannotApply, match="pattern"):
-        trim(source, tmp_path / "out2", Rename({"model.layers": "h"}))
+    edit_config(
+        source, quantization_config={"quant_method": "compressed-tensors", "ignore": ["re:model\\.layers.*up_proj"]}
+    )
+    out = trim(source, tmp_path / "out2", Rename({"model.layers": "h"}))
+    ignore = json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
+    assert ignore == [f"h.{layer}.mlp.up_proj" for layer in range(6)]
+    edit_config(source, quantization_config={"ignore": ["lm_head"]})
+    out = trim(source, tmp_path / "out3", Rename({"lm_head.weight": "output.weight"}))
+    assert json.loads((out / "config.json").read_text())["quantization_config"]["ignore"] == ["output"]
 
 
 def test_side_files_travel_and_weights_of_other_formats_do_not(editable, tmp_path):

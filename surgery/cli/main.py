@@ -99,6 +99,10 @@ def surgery() -> None:
 
 def entry() -> NoReturn:
     """Run the command line and exit with the documented code."""
+    for name in ("stdout", "stderr"):
+        # Closed by whoever started us (cron, a daemon): writing to nowhere is no failure.
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     signal.signal(signal.SIGTERM, _on_sigterm)
     # A plan is hundreds of thousands of small records without cycles: looking for any takes a third of the time.
     gc.disable()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -111,14 +112,30 @@ def _short(value: Any) -> str:
 
 
 def save_plan(plan: Plan, path: Path) -> None:
-    """Write the plan's JSON to `path`; `-` is stdout."""
+    """Write the plan's JSON to `path`; `-` is stdout. Nothing under a source is ever written, no plan either."""
     if str(path) == "-":
-        write_plan(plan, sys.stdout.buffer)
+        try:
+            write_plan(plan, sys.stdout.buffer)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise OutputError(
+                f"cannot write the plan: {error.strerror}", "stdout", "check where stdout goes"
+            ) from error
         return
+    target = path.resolve()
+    inside = [root for root in plan.roots if target.is_relative_to(Path(root).resolve())]
+    if inside:
+        raise UsageError(
+            "the plan would lie inside the source, which is never written", str(path), "name a file elsewhere"
+        )
+    aside = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        with path.open("wb") as file:
+        with aside.open("wb") as file:
             write_plan(plan, file)
+        aside.replace(target)
     except OSError as error:
+        aside.unlink(missing_ok=True)
         raise OutputError(f"cannot write the plan: {error.strerror}", str(path), "name another file") from error
 
 
@@ -336,6 +353,8 @@ def apply_command(plan_path: Path, out: Path, sources: tuple[str, ...], **given:
     """
     import msgspec
 
+    if str(plan_path) == "-" and sys.stdin is None:
+        raise UsageError("stdin is closed", "PLAN", "give the plan on stdin, or name a file")
     plan = decode_plan(sys.stdin.buffer.read(), "stdin") if str(plan_path) == "-" else read_plan(plan_path)
     if sources:
         if len(sources) != len(plan.roots):

@@ -114,6 +114,12 @@ def bind(directory: Path, digest: str) -> bool:
     return False
 
 
+def forget_journals(directory: Path) -> None:
+    """Remove every worker's journal."""
+    for path in directory.glob(f"{JOURNAL_PREFIX}*"):
+        path.unlink()
+
+
 def _plan_of(line: str) -> str | None:
     try:
         plan = json.loads(line)["plan"]

@@ -17,6 +17,7 @@ from surgery.engine.writing import Outputs, Target
 from surgery.errors import OutputError, SourceError
 from surgery.manifest import MANIFEST_NAME, ManifestFile, write_manifest
 from surgery.plan_types import PlannedFile, PlannedSideFile
+from surgery.regular_file import open_regular
 from surgery.safetensors_file import read_header
 
 
@@ -146,12 +147,12 @@ def _side_blocks(job: Job, side: PlannedSideFile) -> Iterator[bytes]:
         yield side.text.encode()
         return
     path = Path(job.plan.roots[side.root]) / side.source_name
-    try:
-        with path.open("rb") as source:
-            while block := source.read(1 << 20):
+    with open_regular(path, str(path)) as (descriptor, _):
+        try:
+            while block := os.read(descriptor, 1 << 20):
                 yield block
-    except OSError as error:
-        raise SourceError(f"cannot read: {error.strerror}", str(path), "bring the file back") from error
+        except OSError as error:
+            raise SourceError(f"cannot read: {error.strerror}", str(path), "bring the file back") from error
 
 
 def _write_index(job: Job, name: str) -> ManifestFile:

@@ -14,9 +14,12 @@ import stat
 from pathlib import Path
 from types import TracebackType
 
+import xxhash
+
 from surgery import kernel
 from surgery.errors import OutputError, UsageError
 from surgery.manifest import MANIFEST_NAME, ManifestHead, read_head
+from surgery.plan_check import is_plain
 
 try:
     import fcntl
@@ -26,6 +29,8 @@ except ImportError:  # Windows
 LOCK_NAME = "lock"
 CONTENT_NAME = "content"
 PUBLISHING_NAME = "publishing.json"
+REPLACED_NAME = "replaced"
+MAX_NAME_NBYTES = 255
 PARTIAL_SUFFIX = ".surgery-partial"
 
 
@@ -63,6 +68,10 @@ class Staging:
                 str(self.out),
                 "name a directory that does not exist, or --overwrite an earlier output of surgery",
             )
+        self._refuse_foreign()
+        self.replaces = True
+
+    def _refuse_foreign(self) -> None:
         foreign = foreign_files(self.out)
         if foreign:
             raise OutputError(
@@ -70,7 +79,6 @@ class Staging:
                 str(self.out),
                 "move them away, or name another OUT",
             )
-        self.replaces = True
 
     def _must_stage_inside(self) -> bool:
         if self.out.exists() and os.path.ismount(self.out):
@@ -126,8 +134,13 @@ class Staging:
         for directory in {self.content, *(path for path in self.content.rglob("*") if path.is_dir())}:
             kernel.sync_directory(directory)
         if self.replaces:
+            self._refuse_foreign()
             self._keep_modes()
         note = self._publish_inside() if self.inside else self._publish_sibling()
+        displaced = self.path / REPLACED_NAME if (self.path / REPLACED_NAME).exists() else self.content
+        if self.replaces and displaced.is_dir() and (foreign := foreign_files(displaced)):
+            # Somebody wrote into the old output at the last moment: that is not ours to delete.
+            return f"{foreign[0]} came into the old output meanwhile; it is kept in {displaced}"
         self.remove()
         return note
 
@@ -145,7 +158,7 @@ class Staging:
                 shutil.rmtree(self.out / PARTIAL_SUFFIX)
             self.content.rename(self.out)
         elif not kernel.exchange(self.content, self.out):
-            old = self.path / "replaced"
+            old = self.path / REPLACED_NAME
             self.out.rename(old)
             self.content.rename(self.out)
             note = "this filesystem cannot exchange two directories: the old output was gone for a moment"
@@ -188,7 +201,10 @@ class Staging:
 
 def _staging_paths(out: Path) -> tuple[Path, Path]:
     """Where the output grows: beside OUT, and inside it."""
-    return out.parent / f".{out.name}{PARTIAL_SUFFIX}", out / PARTIAL_SUFFIX
+    beside = f".{out.name}{PARTIAL_SUFFIX}"
+    if len(os.fsencode(beside)) > MAX_NAME_NBYTES:
+        beside = f".{xxhash.xxh3_64_hexdigest(os.fsencode(out.name))}{PARTIAL_SUFFIX}"
+    return out.parent / beside, out / PARTIAL_SUFFIX
 
 
 def _locked(staging: Path) -> int | None:
@@ -218,16 +234,22 @@ def _publishing(out: Path) -> dict[str, list[str]] | None:
     """What a run that was killed while it published inside `out` was moving; None where there was none."""
     try:
         found = json.loads((out / PARTIAL_SUFFIX / PUBLISHING_NAME).read_text())
-        return {"old": [str(name) for name in found["old"]], "new": [str(name) for name in found["new"]]}
+        moving = {"old": [str(name) for name in found["old"]], "new": [str(name) for name in found["new"]]}
+        return moving if all(is_plain(name) for names in moving.values() for name in names) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def _resolved(out: Path) -> Path:
     """OUT with links of its parents resolved; a link to nowhere is no place to write."""
-    if out.is_symlink() and not out.exists():
-        raise OutputError("OUT is a link to nothing", str(out), "name a directory")
-    resolved = out.resolve()
+    try:
+        if out.is_symlink() and not out.exists():
+            raise OutputError("OUT is a link to nothing", str(out), "name a directory")
+        resolved = out.resolve()
+        resolved.exists()
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise OutputError(f"OUT cannot be: {reason}", str(out), "name another OUT") from error
     if not resolved.name:
         raise UsageError("OUT is the root of the filesystem", str(out), "name a directory")
     return resolved

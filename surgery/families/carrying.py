@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -13,8 +14,8 @@ from surgery.families.rules import Carry
 from surgery.families.schema import DEPTH_SPELLINGS, READERS, Config, Facts, Family
 from surgery.layer_ranges import compact_ranges
 
-MAX_TRIED_SELECTIONS = 4000
-"""How many selections are tried to find one that works, for the mend line of a refusal."""
+MAX_SEARCH_SECONDS = 1.0
+"""How long a selection that works is looked for, for the mend line of a refusal."""
 
 
 @dataclass(frozen=True)
@@ -188,14 +189,13 @@ def closure(family: Family, config: Config, layers: Sequence[int], depth: int, r
 def nearest_selection(family: Family, config: Config, layers: LayerMap, readers: Sequence[str]) -> list[int] | None:
     """A selection that works, close to the one asked for: sorted, with its producers, a layer more or less."""
     base = closure(family, config, layers.kept, layers.depth, readers)
-    tried = 0
+    until = time.monotonic() + MAX_SEARCH_SECONDS
     others = [layer for layer in range(layers.depth) if layer not in base]
     for extra in range(min(4, len(others)) + 1):
         for added in combinations(others, extra):
             candidate = closure(family, config, [*base, *added], layers.depth, readers)
-            tried += 1
             if works(family, config, LayerMap(candidate, layers.depth, layers.stages), readers):
                 return candidate
-            if tried > MAX_TRIED_SELECTIONS:
+            if time.monotonic() > until:
                 return None
     return None

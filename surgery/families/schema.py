@@ -18,6 +18,9 @@ Facts = dict[str, Any]
 Reader = Literal["transformers", "vllm"]
 READERS: tuple[Reader, ...] = ("transformers", "vllm")
 
+MAX_DEPTH = 10_000
+"""A larger count is no model's, and must not fill memory."""
+
 DEPTH_SPELLINGS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 """Every name a file may give the depth; those that the file has are changed, none is added."""
 
@@ -173,7 +176,9 @@ class Family:
             if isinstance(value, (list, str)) and len(value):
                 return len(value)
         value = section.get(self.stack.depth)
-        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+        if not isinstance(value, int) or isinstance(value, bool):
+            return None
+        return value if 0 < value <= MAX_DEPTH else None
 
     def all_facts(self, config: Config, depth: int, reader: str) -> list[Facts]:
         """What every layer is to `reader`, references apart."""

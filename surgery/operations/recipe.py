@@ -60,7 +60,7 @@ def parse_recipe(text: str, where: str) -> list[AnyOperation]:
     operations: list[AnyOperation] = []
     for number, entry in enumerate(entries, 1):
         try:
-            operations.append(msgspec.convert(_as_written(entry), type=AnyOperation))
+            operations.append(msgspec.convert(_as_written(entry), type=AnyOperation, strict=False))
         except msgspec.ValidationError as error:
             raise UsageError(f"entry {number} of the recipe: {error}", where, mend) from error
     return operations
@@ -76,8 +76,9 @@ def _load(text: str, where: str) -> Any:
     import yaml
 
     try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
+        # Every scalar stays as it is written: `layers: 010` is no octal number, `1:30` no time.
+        return yaml.load(text, Loader=yaml.BaseLoader)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise UsageError(f"not YAML: {error}", where, "check the file") from error
 
 

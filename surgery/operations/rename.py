@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
 
 from surgery.draft import Config, ConfigChange, Draft, changed
 from surgery.errors import CannotApply, Problems, UsageError
-from surgery.quantization import QUANTIZATION_KEYS
+from surgery.quantization import carry_list, lists_of, modules_of
 from surgery.tiling import Content
-
-_PATTERN_MARKS = re.compile(r"^re:|[*\\^$?\[\]()|+]")
 
 
 class Rename(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="operation", tag="rename"):
@@ -36,7 +34,7 @@ class Rename(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
             matched += new != name
             if new in tensors:
                 problems.add(f"{name} would become {new}, which is there already", "rename", "choose other names")
-            if not new or new == "__metadata__":
+            if not new or new == "__metadata__" or not _is_text(new):
                 problems.add(f"{name} would become {new!r}, which is no tensor name", "rename", "choose other names")
             tensors[new] = content
         problems.raise_if_any(CannotApply)
@@ -46,7 +44,7 @@ class Rename(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
                 "rename",
                 "`surgery inspect SRC --tensors` lists the names; OLD is a whole name or a dotted prefix",
             )
-        config, changes = self._config(draft.config, rename)
+        config, changes = self._config(draft.config, rename, draft.tensors)
         return changed(draft, tensors=tensors, config=config, config_changes=(*draft.config_changes, *changes))
 
     def _renamer(self) -> Callable[[str], str]:
@@ -56,7 +54,7 @@ class Rename(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
             return lambda name: _by_prefix(self.map, name)
         try:
             patterns = [(re.compile(old), new) for old, new in self.map.items()]
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise UsageError(f"not a pattern: {error}", "rename", "write a Python regular expression") from error
 
         def by_pattern(name: str) -> str:
@@ -71,38 +69,43 @@ class Rename(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
 
         return by_pattern
 
-    def _config(self, config: Config | None, rename: Callable[[str], str]) -> tuple[Config | None, list[ConfigChange]]:
-        """Module names in the quantisation lists follow their tensors; a pattern that may mean them is refused."""
-        if config is None or not any(key in config for key in QUANTIZATION_KEYS):
+    def _config(
+        self, config: Config | None, rename: Callable[[str], str], names: Iterable[str]
+    ) -> tuple[Config | None, list[ConfigChange]]:
+        """Module names in the quantisation lists follow their tensors; what cannot follow is refused."""
+        if config is None:
+            return config, []
+        lists = list(lists_of(config))
+        if not lists:
             return config, []
         edited = copy.deepcopy(config)
         changes: list[ConfigChange] = []
-        for key in QUANTIZATION_KEYS:
-            if key in edited:
-                edited[key] = self._renamed_modules(edited[key], key, rename, changes)
+        names = list(names)
+        by_tensor = {name.rpartition(".")[0]: rename(name).rpartition(".")[0] for name in names}
+
+        def move(path: str) -> list[str] | None:
+            new = by_tensor.get(path) or rename(path)
+            return None if new == path else [new]
+
+        modules = modules_of(names)
+        for path, method, entries in lists:
+            carried = carry_list(path, method, entries, modules, move)
+            if carried.new != carried.old:
+                changes.append(ConfigChange(".".join(path), carried.old, carried.new, "rename"))
+                place: Any = edited
+                for key in path[:-1]:
+                    place = place[key]
+                place[path[-1]] = carried.new
         return edited, changes
 
-    def _renamed_modules(self, value: Any, path: str, rename: Callable[[str], str], changes: list[ConfigChange]) -> Any:
-        if isinstance(value, dict):
-            return {k: self._renamed_modules(v, f"{path}.{k}", rename, changes) for k, v in value.items()}
-        if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
-            return value
-        renamed = [self._renamed_module(entry, path, rename) for entry in value]
-        if renamed != value:
-            changes.append(ConfigChange(path, value, renamed, "rename"))
-        return renamed
 
-    def _renamed_module(self, entry: str, path: str, rename: Callable[[str], str]) -> str:
-        if not _PATTERN_MARKS.search(entry):
-            return rename(entry)
-        plain = entry.replace("\\", "")
-        if not self.regex and any(old.rstrip(".") in plain for old in self.map):
-            raise CannotApply(
-                f"the pattern {entry!r} may mean renamed modules, and a pattern cannot be renamed safely",
-                f"config {path}",
-                "write the entry as plain module names first",
-            )
-        return entry
+def _is_text(name: str) -> bool:
+    """Half a surrogate pair (a byte of the command line that is no UTF-8) cannot be written."""
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _by_prefix(renames: dict[str, str], name: str) -> str:
