@@ -17,9 +17,10 @@ from surgery.config_reading import (
     section_depth,
     tied_embeddings,
 )
-from surgery.errors import Finding
+from surgery.errors import CannotApply, Finding
+from surgery.families.cover import cover
 from surgery.families.records import find_family, model_type
-from surgery.families.schema import DEPTH_SPELLINGS
+from surgery.families.schema import DEPTH_SPELLINGS, READERS, Family
 from surgery.layer_kinds import Experts, Kind, experts_of, kinds_of
 from surgery.layer_ranges import compact_ranges
 from surgery.name_census import COMPONENTS, Entry, stack_prefixes, take_census
@@ -105,6 +106,7 @@ class Inspection(msgspec.Struct):
     side_files: list[SideFile]
     strays: list[Stray]
     findings: list[Finding]
+    cover: list[int] | None = None
 
 
 def inspect(checkpoint: Checkpoint) -> Inspection:
@@ -114,7 +116,11 @@ def inspect(checkpoint: Checkpoint) -> Inspection:
     entries = take_census(checkpoint.tensors.values())
     prefixes = stack_prefixes(entries)
     main = _main_prefix(entries, prefixes, family.stack.prefix if family else None)
-    depth = count_of(config, *([family.stack.depth] if family else []), *DEPTH_SPELLINGS)
+    counted = next((name for name in (family.stack.depth_from if family else ()) if config.get(name)), None)
+    if family is not None and counted is not None and (layers := family.depth(config)) is not None:
+        depth: Count | None = Count(f"length of {counted}", layers)
+    else:
+        depth = count_of(config, *([family.stack.depth] if family else []), *DEPTH_SPELLINGS)
     stacks = _stacks(entries, prefixes, main, config, depth)
     experts = experts_of(entries, main, config)
     heads = _heads(entries, stacks, main, config, depth)
@@ -141,7 +147,19 @@ def inspect(checkpoint: Checkpoint) -> Inspection:
         side_files=checkpoint.side_files,
         strays=checkpoint.strays,
         findings=findings,
+        cover=_cover(family, config),
     )
+
+
+def _cover(family: Family | None, config: Mapping[str, Any]) -> list[int] | None:
+    """The fewest layers that hold every kind; None where nobody can say."""
+    depth = family.depth(config) if family is not None else None
+    if family is None or depth is None:
+        return None
+    try:
+        return cover(family, config, depth, READERS)
+    except (CannotApply, TypeError, ValueError, AttributeError):
+        return None
 
 
 def _files(checkpoint: Checkpoint) -> Files | None:

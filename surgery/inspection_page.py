@@ -26,6 +26,8 @@ def inspection_page(inspection: Inspection) -> str:
     lines += _labelled("dtypes", _dtypes(inspection))
     lines += _labelled("quantised", _quantization(inspection))
     lines += _stacks(inspection.stacks)
+    if inspection.cover is not None:
+        lines += _labelled("cover", f"--layers {compact_ranges(inspection.cover)} holds every kind of layer")
     lines += _labelled("experts", _experts(inspection.experts))
     if inspection.tensors:
         lines += _labelled("heads", _heads(inspection.heads))
