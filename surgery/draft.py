@@ -92,6 +92,7 @@ class Draft(msgspec.Struct, frozen=True):
     recipe: tuple[dict[str, Json], ...] = ()
     cover: tuple[Json, ...] = ()
     max_shard_bytes: int | None = None
+    dummy: bool = False
 
 
 @runtime_checkable

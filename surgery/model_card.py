@@ -30,6 +30,9 @@ def model_card(
         "tensors are byte-identical copies. `surgery.json` records every tensor's checksum and source.",
         "",
     ]
+    dummy = any(step.get("operation") == "dummy" for step in recipe)
+    if dummy:
+        lines += ["There are no weights here: an engine makes them up (`vllm serve . --load-format dummy`).", ""]
     if recipe:
         lines += ["## What was done", ""]
         lines += [f"{number}. `{_step(step)}`" for number, step in enumerate(recipe, 1)]
@@ -55,7 +58,7 @@ def model_card(
         "",
         "```sh",
         "surgery verify .",
-        "vllm serve .",
+        "vllm serve . --load-format dummy" if dummy else "vllm serve .",
         "```",
         "",
     ]

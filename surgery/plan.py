@@ -40,7 +40,10 @@ def make_plan(draft: Draft, checks: Sequence[Check] = ()) -> Plan:
     require_present(draft)
     _require_whole_bytes(draft)
     totals = _account(draft)
-    files = tuple(pack(draft.tensors, draft.metadata, draft.base_name, draft.max_shard_bytes))
+    if draft.dummy:
+        files: tuple[PlannedFile, ...] = ()
+    else:
+        files = tuple(pack(draft.tensors, draft.metadata, draft.base_name, draft.max_shard_bytes))
     index = f"{draft.base_name}.safetensors.index.json" if len(files) > 1 else None
     plan = Plan(
         format=PLAN_FORMAT,

@@ -44,8 +44,18 @@ WRITING_OPTIONS = (
     ),
 )
 
-SHARD_OPTION = click.option(
-    "--max-shard-size", metavar="SIZE", help="Tensor bytes a file: 5GB (10^9) or 5GiB (2^30). Default 5GB."
+OUTPUT_OPTIONS = (
+    click.option(
+        "--max-shard-size", metavar="SIZE", help="Tensor bytes a file: 5GB (10^9) or 5GiB (2^30). Default 5GB."
+    ),
+    click.option("--dummy", is_flag=True, help="Write config and assets only, for an engine's dummy loading."),
+    click.option(
+        "--set",
+        "settings",
+        multiple=True,
+        metavar="KEY=VALUE",
+        help="With --dummy: change a config field besides (a.b reaches into an object); recorded as lost fidelity.",
+    ),
 )
 
 
@@ -60,14 +70,14 @@ def add_options(options: tuple[Callable[[Command], Command], ...]) -> Callable[[
     return decorate
 
 
-def parse_renames(pairs: tuple[str, ...]) -> dict[str, str]:
-    """`--map OLD=NEW`, repeated, as a map. Raises `UsageError` for a pair without `=` or a repeated OLD."""
-    renames: dict[str, str] = {}
+def parse_pairs(pairs: tuple[str, ...], option: str, mend: str) -> dict[str, str]:
+    """`OLD=NEW`, repeated, as a map. Raises `UsageError` for a pair without `=` or a repeated OLD."""
+    found: dict[str, str] = {}
     for pair in pairs:
-        old, equals, new = pair.rpartition("=") if pair.count("=") == 1 else pair.partition("=")
+        old, equals, new = pair.partition("=")
         if not equals or not old:
-            raise UsageError(f"{pair!r} is not OLD=NEW", "--map", "write --map model.language_model=model")
-        if old in renames:
-            raise UsageError(f"{old!r} is mapped twice", "--map", "give each OLD once")
-        renames[old] = new
-    return renames
+            raise UsageError(f"{pair!r} is not OLD=NEW", option, mend)
+        if old in found:
+            raise UsageError(f"{old!r} is given twice", option, "give each once")
+        found[old] = new
+    return found

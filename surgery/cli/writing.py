@@ -11,13 +11,14 @@ from typing import Any, Literal
 import click
 
 from surgery.checkpoint import Checkpoint
-from surgery.cli.options import SHARD_OPTION, SOURCE_OPTIONS, WRITING_OPTIONS, add_options, parse_renames
+from surgery.cli.options import OUTPUT_OPTIONS, SOURCE_OPTIONS, WRITING_OPTIONS, add_options, parse_pairs
 from surgery.cli.output import emit, emit_json, message
 from surgery.cli.progress import ConsoleProgress
 from surgery.draft import Operation, draft_of
 from surgery.engine.space import allocated_nbytes
 from surgery.errors import MAX_LISTED_PROBLEMS, OutputError, UsageError, printable
 from surgery.execute import Options, Outcome, execute
+from surgery.operations.dummy import Dummy
 from surgery.operations.recipe import read_recipe, run_recipe
 from surgery.operations.rename import Rename
 from surgery.operations.repack import Repack
@@ -199,7 +200,13 @@ def plan_group() -> None:
     """
 
 
-def _sharded(operations: Operations, max_shard_size: str | None) -> Operations:
+def _finished(operations: Operations, max_shard_size: str | None, dummy: bool, settings: tuple[str, ...]) -> Operations:
+    """What the options that every operation has add to it."""
+    if settings and not dummy:
+        raise UsageError("--set changes the config alone, which only a --dummy output may have", "--set", "add --dummy")
+    if dummy:
+        # Shards of no weights have no size: an option that does not apply is no part of the plan.
+        return [*operations, Dummy(parse_pairs(settings, "--set", "write --set hidden_size=64"))]
     return operations if max_shard_size is None else [*operations, Repack(max_shard_size)]
 
 
@@ -210,20 +217,27 @@ def _build_trim(
     retarget: Literal["", "last"],
     reader: Literal["", "transformers", "vllm"],
     max_shard_size: str | None,
+    dummy: bool,
+    settings: tuple[str, ...],
 ) -> Operations:
     if not layers and not cover:
         raise UsageError("no layers chosen", "--layers", "write --layers 0,6,7, or --cover")
     if len(layers) > 1:
         raise UsageError("--layers is given twice for one stack", "--layers", "write them as one list: 0,6,7")
-    return _sharded([Trim(",".join(layers), cover, mtp, retarget or "", reader or "")], max_shard_size)
+    return _finished(
+        [Trim(",".join(layers), cover, mtp, retarget or "", reader or "")], max_shard_size, dummy, settings
+    )
 
 
-def _build_repack(max_shard_size: str | None) -> Operations:
-    return [Repack() if max_shard_size is None else Repack(max_shard_size)]
+def _build_repack(max_shard_size: str | None, dummy: bool, settings: tuple[str, ...]) -> Operations:
+    return _finished([] if dummy else [Repack(max_shard_size or "5GB")], None, dummy, settings)
 
 
-def _build_rename(pairs: tuple[str, ...], regex: bool, max_shard_size: str | None) -> Operations:
-    return _sharded([Rename(parse_renames(pairs), regex)], max_shard_size)
+def _build_rename(
+    pairs: tuple[str, ...], regex: bool, max_shard_size: str | None, dummy: bool, settings: tuple[str, ...]
+) -> Operations:
+    renames = parse_pairs(pairs, "--map", "write --map model.language_model=model")
+    return _finished([Rename(renames, regex)], max_shard_size, dummy, settings)
 
 
 trim_command = _register(
@@ -255,7 +269,7 @@ trim_command = _register(
             type=click.Choice(["transformers", "vllm"]),
             help="Keep what this program reads of every layer; both, when left out.",
         ),
-        SHARD_OPTION,
+        *OUTPUT_OPTIONS,
     ),
     """Keep some layers of SRC, under new numbers, with a config that says so; write OUT.
 
@@ -269,7 +283,7 @@ trim_command = _register(
 repack_command = _register(
     "repack",
     _build_repack,
-    (SHARD_OPTION,),
+    OUTPUT_OPTIONS,
     """The same tensors and config in storage shards of another size.
 
     \b
@@ -290,7 +304,7 @@ rename_command = _register(
             help="OLD a whole name or a dotted prefix. Repeatable; the first that matches counts.",
         ),
         click.option("--regex", is_flag=True, help="OLD is a Python pattern, NEW its replacement."),
-        SHARD_OPTION,
+        *OUTPUT_OPTIONS,
     ),
     """Other names for tensors; the config's quantisation module lists follow.
 

@@ -19,11 +19,12 @@ import msgspec
 
 from surgery.draft import Draft, Operation, changed
 from surgery.errors import SurgeryError, UsageError
+from surgery.operations.dummy import Dummy
 from surgery.operations.rename import Rename
 from surgery.operations.repack import Repack
 from surgery.operations.trim import Trim
 
-AnyOperation = Trim | Rename | Repack
+AnyOperation = Trim | Rename | Repack | Dummy
 """The operation table: a recipe entry is one of these, told apart by `operation`."""
 
 

@@ -24,7 +24,7 @@ def check_loading(checkpoint: Checkpoint, findings: Findings) -> Verdict:
     if config is None:
         return Verdict("unverified", ["everything: there is no config.json that can be read"])
     if not checkpoint.tensors:
-        return Verdict("unverified", ["everything: no tensor was found"])
+        return Verdict("unverified", ["everything: there are no weights to judge"])
     family = find_family(config)
     not_looked_at = check_ties(checkpoint, config, findings)
     check_mtp(checkpoint, config, findings)
