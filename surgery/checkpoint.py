@@ -16,7 +16,8 @@ from typing import Any, Literal
 import msgspec
 
 from surgery.errors import Finding, Problems, SourceError, UsageError
-from surgery.model_files import INDEX_SUFFIX, ModelFiles, choose_model_files, read_json
+from surgery.model_files import INDEX_SUFFIX, ModelFiles, choose_model_files, is_foreign_weights, read_json
+from surgery.name_census import is_mtp
 from surgery.safetensors_file import StoredTensor, read_header
 from surgery.side_files import Links, SideFile, Stray, survey_side_files
 from surgery.storage import local_path, same_bytes
@@ -118,6 +119,15 @@ def _located(path: Path) -> tuple[Path, str | None]:
     )
 
 
+def declared_depth(config: dict[str, Any] | None) -> int | None:
+    """The number of layers that the config, or its text section, states."""
+    for section in ((config or {}).get("text_config"), config):
+        depth = section.get("num_hidden_layers") if isinstance(section, dict) else None
+        if isinstance(depth, int) and not isinstance(depth, bool):
+            return depth
+    return None
+
+
 class _Survey:
     """The state of one look at a directory."""
 
@@ -145,10 +155,11 @@ class _Survey:
             self.tensors = {tensor.name: tensor for tensor in ordered}
         if model.index is not None:
             self._compare_index(model)
+        config = self._config()
+        model.names += self._mtp_files(model, config)
         self._compare_metadata()
         owned = {*model.names, *([model.index_name] if model.index_name else [])}
         strays = self._judge_alternative(model, model.alternative) if model.alternative is not None else []
-        config = self._config()
         side_files, others, findings = survey_side_files(
             self.root, owned | {stray.name for stray in strays}, self.links
         )
@@ -165,6 +176,29 @@ class _Survey:
             model.variant,
             model.index_name,
         )
+
+    def _mtp_files(self, model: ModelFiles, config: dict[str, Any] | None) -> list[str]:
+        """Files outside the index that hold MTP stages and nothing else: some publishers ship the head so.
+
+        Only names decide: disjoint from the model's, every one of an MTP stage. All other files are strays.
+        """
+        taken: list[str] = []
+        if not self.tensors or model.chosen_alone:
+            return taken
+        depth = declared_depth(config)
+        for path in sorted(self.root.glob("*.safetensors")):
+            if path.name in model.names or path.name == model.alternative or is_foreign_weights(path.name):
+                continue
+            try:
+                header = read_header(path, 0, path.name)
+            except SourceError:
+                continue
+            names = [tensor.name for tensor in header.tensors]
+            if names and all(is_mtp(name, depth) and name not in self.tensors for name in names):
+                self._read_file(path.name, model)
+                self.note("mtp-file", f"{path.name} holds the MTP stage outside the index: it is taken too", path.name)
+                taken.append(path.name)
+        return taken
 
     def _read_file(self, name: str, model: ModelFiles) -> None:
         path = self.root / name

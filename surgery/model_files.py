@@ -41,12 +41,18 @@ class ModelFiles(msgspec.Struct):
     index: dict[str, str] | None = None
     total_size: Any = None
     alternative: str | None = None
+    chosen_alone: bool = False
+
+
+def is_foreign_weights(name: str) -> bool:
+    """Safetensors files that are never the model's: another format's, an adapter's, a rank partition's."""
+    return name.startswith(_NOT_THE_MODEL) or _RANK_FILE.fullmatch(name) is not None
 
 
 def choose_model_files(root: Path, chosen: str | None, links: Links, findings: list[Finding]) -> ModelFiles:
     """The model's files in `root`; `chosen` is the file that the user named, which then counts alone."""
     if chosen is not None and not chosen.endswith(INDEX_SUFFIX):
-        return _single(chosen)
+        return msgspec.structs.replace(_single(chosen), chosen_alone=True)
     entries = sorted(path.name for path in root.iterdir())
     if chosen is not None:
         return _indexed(root, chosen, entries, links, findings)

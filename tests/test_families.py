@@ -280,6 +280,26 @@ def test_mtp_stages_under_their_own_prefix_stay_or_go(tiny_model, tmp_path, fami
     assert json.loads((tmp_path / "gone" / "config.json").read_text())["num_nextn_predict_layers"] == 0
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
+def test_a_file_outside_the_index_that_is_the_mtp_stage_belongs_to_the_model(tiny_model, tmp_path, family):
+    import torch
+    from safetensors.torch import save_file
+
+    source = Path(shutil.copytree(tiny_model(family), tmp_path / "source"))
+    name = "model.layers.6.eh_proj.weight" if family == "deepseek_v3" else "mtp.layers.0.mlp.gate.weight"
+    save_file({name: torch.rand(4, 8)}, source / "mtp.safetensors", {"format": "pt"})
+    save_file({"stray.weight": torch.rand(4)}, source / "other.safetensors", {"format": "pt"})
+    result = support.run_surgery("trim", source, tmp_path / "out", "--layers", "0,2")
+    assert result.returncode == 0, result.stderr
+    assert "outside the index" in result.stderr
+    names = index_of(tmp_path / "out")
+    assert name.replace("layers.6.", "layers.2.") in names
+    assert "stray.weight" not in names
+    gone = support.run_surgery("trim", source, tmp_path / "gone", "--layers", "0,2", "--mtp", "drop")
+    assert gone.returncode == 0
+    assert not [kept for kept in index_of(tmp_path / "gone") if "eh_proj" in kept or kept.startswith("mtp")]
+
+
 def test_an_mtp_option_without_a_head_changes_nothing(tiny_model, tmp_path):
     source = tiny_model("deepseek_v3")
     for option in ("keep", "drop"):
