@@ -1,4 +1,4 @@
-"""Every real fault of the areas format, index and I/O (cases.json) and the test that holds its right answer."""
+"""Every real fault of the areas format, index, I/O and trimming (cases.json) and the test that holds its right answer."""
 
 from __future__ import annotations
 
@@ -41,6 +41,16 @@ CASES = {
     "X15": ("test_checkpoint", "plain_names"),
     "X16": ("test_publishing", "overwrite"),
     "X17": ("test_trim", "metadata"),
+    "T01": ("test_trim", "refused_before_anything"),
+    "T02": ("test_families", "deepseek_v4_flash"),
+    "T03": ("test_families", "no_config_can_say"),
+    "T04": ("test_families", "carried_or_refused"),
+    "T07": ("test_families", "wrapper_is_edited"),
+    "T09": ("test_families", "behind_the_layers"),
+    "T10": ("test_verify", "t10"),
+    "T13": ("test_families", "block_for_each_layer"),
+    "T14": ("test_quantization", "unquantised_modules"),
+    "T20": ("test_trim", "accounted_for"),
     "T11": ("test_trim", "never_vanish"),
     "T12": ("test_verify", "t12_ties"),
     "T16": ("test_verify", "code"),

@@ -357,3 +357,85 @@ def test_a_wrapper_is_edited_where_its_text_config_is(tiny_model, tmp_path):
     assert list(config) == ["model_type", "text_config", "vision_config"]
     assert config["text_config"]["num_hidden_layers"] == 2
     assert config["text_config"]["layer_types"] == ["full_attention", "sliding_attention"]
+
+
+def test_the_multimodal_wrapper_computes_what_the_cut_model_does_with_its_tower_untouched(tmp_path):
+    """Qwen3.5-MoE: text_config nested, tensors under model.language_model, vision beside them."""
+    import torch
+    from transformers import AutoConfig, Qwen3_5MoeForConditionalGeneration
+
+    vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32,
+              "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "deepstack_visual_indexes": [0],
+              "num_position_embeddings": 16}  # fmt: skip
+    text = {**tiny_models.fields_of("qwen3_5_moe_text"), "num_hidden_layers": 6}
+    config = AutoConfig.for_model("qwen3_5_moe", text_config=text, vision_config=vision)
+    model = Qwen3_5MoeForConditionalGeneration._from_config(config, dtype=torch.float32).eval()
+    model.save_pretrained(tmp_path / "source", max_shard_size="20KB")
+    assert support.run_surgery("trim", tmp_path / "source", tmp_path / "out", "--layers", "1,3,5").returncode == 0
+    trimmed, report = Qwen3_5MoeForConditionalGeneration.from_pretrained(
+        tmp_path / "out", dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(report.values())
+    decoder = model.model.language_model
+    decoder.layers = torch.nn.ModuleList(decoder.layers[layer] for layer in (1, 3, 5))
+    kinds = decoder.config.layer_types
+    decoder.config.layer_types = [kinds[layer] for layer in (1, 3, 5)]
+    decoder.config.num_hidden_layers = 3
+    for place, layer in enumerate(decoder.layers):
+        for module in layer.modules():
+            if hasattr(module, "layer_idx"):
+                module.layer_idx = place
+    assert torch.equal(tiny_models.logits(trimmed), tiny_models.logits(model))
+    towers = [name for name in index_of(tmp_path / "out") if "visual" in name]
+    assert len(towers) == sum("visual" in name for name in index_of(tmp_path / "source")) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", SELECTIONS)
+def test_random_selections_compute_what_the_cut_model_does_or_are_refused(tiny_model, tmp_path, family):
+    import torch
+
+    source = tiny_model(family)
+    generator = random.Random(family)
+    proven = 0
+    for number in range(12):
+        kept = [generator.randrange(6) for _ in range(generator.randint(1, 5))]
+        out = tmp_path / f"out{number}"
+        extra = ["--for", READER[family]] if family in READER else []
+        result = support.run_surgery("trim", source, out, "--layers", ",".join(map(str, kept)), *extra)
+        assert result.returncode in (0, 2), result.stderr
+        assert out.exists() == (result.returncode == 0)
+        if result.returncode == 0:
+            expected = tiny_models.logits(tiny_models.cut_in_memory(source, kept))
+            assert torch.equal(tiny_models.logits(tiny_models.load_strict(out)), expected), kept
+            proven += 1
+    assert proven
+
+
+def test_deepseek_v3_at_its_real_size_is_trimmed_with_its_mtp_head(sparse_deepseek_v3, tmp_path):
+    """689 GB apparent: a marker in every tensor, MTP at layer 61, block scales beside their weights."""
+    from test_trim import markers, rss_of
+
+    import make_sparse
+
+    out = tmp_path / "out"
+    result, memory = rss_of("trim", sparse_deepseek_v3, out, "--layers", "0,3,60", "--mtp", "keep")
+    assert result.returncode == 0, result.stderr
+    assert memory < 150
+    old = {0: 0, 1: 3, 2: 60, 3: 61}
+    found = markers(out)
+    assert sum(name.startswith("model.layers.3.") for name in found) > 700
+    for name, data in found.items():
+        origin = name
+        if name.startswith("model.layers."):
+            number, rest = name.removeprefix("model.layers.").split(".", 1)
+            origin = f"model.layers.{old[int(number)]}.{rest}"
+        assert data == make_sparse.marker(origin)[: len(data)], name
+    config = json.loads((out / "config.json").read_text())
+    fields = ("num_hidden_layers", "first_k_dense_replace", "num_nextn_predict_layers")
+    assert [config[field] for field in fields] == [3, 1, 1]
+    assert support.run_surgery("verify", out).returncode == 0
+    refused = support.run_surgery("trim", sparse_deepseek_v3, tmp_path / "no", "--layers", "0,3,1")
+    assert refused.returncode == 2
+    assert "--layers 0-1,3 works" in refused.stderr
+    assert not (tmp_path / "no").exists()

@@ -254,6 +254,11 @@ def model_type_of(name: str) -> str:
     return {**_UNIFORM, **_MIXED}[name][0]
 
 
+def fields_of(name: str) -> dict[str, Any]:
+    """The config fields of a model that `build` makes, but its depth."""
+    return {**_COMMON, **{**_UNIFORM, **_MIXED}[name][1]}
+
+
 def build(
     family: str,
     directory: Path,
