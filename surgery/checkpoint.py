@@ -19,7 +19,7 @@ from surgery.errors import Finding, Problems, SourceError, UsageError
 from surgery.model_files import INDEX_SUFFIX, ModelFiles, choose_model_files, is_foreign_weights, read_json
 from surgery.name_census import is_mtp
 from surgery.safetensors_file import StoredTensor, read_header
-from surgery.side_files import Links, SideFile, Stray, survey_side_files
+from surgery.side_files import Links, SideFile, Stray, is_index_file, survey_side_files
 from surgery.storage import local_path, same_bytes
 
 MAX_CONFIG_NBYTES = 64 << 20
@@ -106,7 +106,7 @@ def _located(path: Path) -> tuple[Path, str | None]:
             return path.resolve(strict=True), None
         if not os.path.lexists(path):
             raise SourceError("no such file or directory", str(path), "name a checkpoint directory")
-        if path.name.endswith((".safetensors", INDEX_SUFFIX)):
+        if path.name.endswith(".safetensors") or is_index_file(path.name):
             return path.parent.resolve(strict=True), path.name
     except OSError as error:
         raise SourceError(f"cannot read: {error.strerror}", str(path), "check its permissions") from error

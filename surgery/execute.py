@@ -17,15 +17,17 @@ import msgspec
 from surgery.engine.groups import Group, units
 from surgery.engine.identity import same_source, source_state
 from surgery.engine.job import Job, Options
-from surgery.engine.journal import Done, bind, forget_journals, read_journals
-from surgery.engine.output_files import finish_files, make_files
-from surgery.engine.staging import Staging, finished, remove_leftovers
+from surgery.engine.journal import Done, bind, is_bound, read_journals
+from surgery.engine.output_files import finish_files, make_files, require_planned
+from surgery.engine.staging import Staging, finished, refuse_sources_inside, remove_leftovers
 from surgery.engine.transfer import Interrupted, Segment
 from surgery.engine.worker import Worker
-from surgery.errors import OutputError, SourceError
+from surgery.errors import OutputError, SourceError, SurgeryError
+from surgery.manifest import read_head
 from surgery.plan_file import plan_digest
 from surgery.plan_types import Plan
-from surgery.safetensors_file import read_header
+from surgery.safetensors_file import StoredTensor, read_header
+from surgery.tiling import sources
 
 __all__ = ["Options", "Outcome", "Progress", "execute"]
 
@@ -61,13 +63,19 @@ def execute(plan: Plan, out: Path, options: Options | None = None, progress: Pro
     options = options or Options()
     digest = plan_digest(plan)
     roots = [Path(root) for root in plan.roots]
+    read = [roots[file.root] / file.name for file in plan.sources]
+    refuse_sources_inside(out, [*read, *(roots[s.root] / s.source_name for s in plan.side_files if s.root >= 0)])
     if not options.overwrite and finished(out, digest) is not None and same_source(plan, out):
         remove_leftovers(out)
         return Outcome(out, digest, already=True, resumed=0, nbytes_written=0)
     with Staging(out, overwrite=options.overwrite, sources=roots) as staging:
-        run = _Run(Job(plan, digest, staging, options), progress or Progress())
-        run.check_sources()
-        note = run.write_all()
+        try:
+            run = _Run(Job(plan, digest, staging, options), progress or Progress())
+            run.check_sources()
+            note = run.write_all()
+        except SurgeryError:
+            staging.remove_if_idle()
+            raise
     return Outcome(
         staging.out, digest, already=False, resumed=run.resumed, nbytes_written=run.nbytes_written, note=note
     )
@@ -86,26 +94,54 @@ class _Run:
         self._progress_lock = threading.Lock()
 
     def check_sources(self) -> None:
-        """Every source file is the one that was planned: same size, same header."""
-        for source, path in zip(self.job.plan.sources, self.job.source_paths, strict=True):
-            header = read_header(path)
-            if (header.file_nbytes, header.digest) != (source.nbytes, source.header_digest):
+        """Every source file is the one that was planned, and has the tensors that the plan reads."""
+        for given in self.job.plan.inputs:
+            require_planned(self.job, given)
+        wanted: dict[int, dict[tuple[int, str], StoredTensor]] = {}
+        for tensor in self.job.plan.tensors():
+            for stored in sources(tensor.content):
+                wanted.setdefault(stored.file, {})[stored.offset, stored.name] = stored
+        for check in self.job.plan.checks:
+            stored = check.tile.source
+            wanted.setdefault(stored.file, {})[stored.offset, stored.name] = stored
+        for number, (source, path) in enumerate(zip(self.job.plan.sources, self.job.source_paths, strict=True)):
+            header = read_header(path, number)
+            found = (header.file_nbytes, header.data_offset, header.digest)
+            if found != (source.nbytes, source.data_offset, source.header_digest):
                 raise SourceError(
                     f"{source.name} is not the file that was planned: {header.file_nbytes} bytes, header "
                     f"{header.digest}; planned {source.nbytes}, {source.header_digest}",
                     str(path),
                     "make the plan again from the source as it is now",
                 )
+            missing = wanted.pop(number, {})
+            for held in header.tensors:
+                if missing.get((held.offset, held.name)) == held:
+                    del missing[held.offset, held.name]
+            if missing:
+                stored = next(iter(missing.values()))
+                raise SourceError(
+                    f"{source.name} has no tensor {stored.name} of {stored.dtype} {list(stored.shape)} at byte "
+                    f"{stored.offset}, which the plan reads",
+                    str(path),
+                    "make the plan again",
+                )
 
     def write_all(self) -> str:
         """All files of the output, then the publishing step. Returns its note."""
         staging = self.job.staging
-        self.job.done = read_journals(staging.path, self.job.digest, self.job.layout.count)
-        if not bind(staging.path, f"{self.job.digest} {source_state(self.job.source_paths)}"):
-            # Another plan that finished nothing, or files of the source with another state (a model saved again
-            # has the same headers): what lies there is not to be built on.
-            staging.clear_surplus(set())
-            forget_journals(staging.path)
+        head = read_head(staging.out)
+        self.job.done = read_journals(
+            staging.path, self.job.digest, self.job.layout.count, head.plan if head is not None else ""
+        )
+        identity = f"{self.job.digest} {source_state(self.job.source_paths)}"
+        if is_bound(staging.path, identity):
+            staging.undo_publishing()
+        else:
+            # Another plan that finished nothing, or a source with another state: a model saved again has the same
+            # headers. Emptied first, bound after, so that a kill between leaves nothing that looks like ours.
+            staging.start_afresh()
+            bind(staging.path, identity)
             self.job.done = Done(self.job.layout.count)
         try:
             make_files(self.job)

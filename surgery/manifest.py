@@ -28,11 +28,15 @@ SELF_CHECKSUM = b',\n"xxh3_128":"%s"}\n'
 
 
 class ManifestFile(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A file of the output: its size, and the hash of its whole or, for weights, of its header (length included)."""
+    """A file of the output: its size, and the hash of its whole or, for weights, of its header (length included).
+
+    `source` is the name in the source of a copied file that has another name here.
+    """
 
     nbytes: int
     xxh3_128: str = ""
     header_xxh3_128: str = ""
+    source: str = ""
 
 
 class ManifestTensor(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):

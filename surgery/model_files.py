@@ -20,6 +20,7 @@ MAX_INDEX_NBYTES = 512 << 20
 MAX_JSON_DEPTH = 100
 """Several times the index of a million tensors."""
 INDEX_SUFFIX = ".safetensors.index.json"
+_INDEX_FILE = re.compile(r"(.+?)\.safetensors\.index(?:\.([^./]+))?\.json")
 _NOT_THE_MODEL = ("consolidated", "adapter_model")
 _RANK_FILE = re.compile(
     r"model-rank-\d+-part-\d+\.safetensors|model\d+-mp\d+\.safetensors"
@@ -51,12 +52,12 @@ def is_foreign_weights(name: str) -> bool:
 
 def choose_model_files(root: Path, chosen: str | None, links: Links, findings: list[Finding]) -> ModelFiles:
     """The model's files in `root`; `chosen` is the file that the user named, which then counts alone."""
-    if chosen is not None and not chosen.endswith(INDEX_SUFFIX):
+    if chosen is not None and not _INDEX_FILE.fullmatch(chosen):
         return msgspec.structs.replace(_single(chosen), chosen_alone=True)
     entries = sorted(path.name for path in root.iterdir())
     if chosen is not None:
         return _indexed(root, chosen, entries, links, findings)
-    indexes = [name for name in entries if name.endswith(INDEX_SUFFIX) and not name.startswith(_NOT_THE_MODEL)]
+    indexes = [name for name in entries if _INDEX_FILE.fullmatch(name) and not name.startswith(_NOT_THE_MODEL)]
     singles = [name for name in entries if name.endswith(".safetensors")]
     if not indexes:
         return _unindexed(singles, entries, findings)
@@ -69,7 +70,8 @@ def choose_model_files(root: Path, chosen: str | None, links: Links, findings: l
         what = f"{len(indexes)} indexes are there ({', '.join(indexes)}): {index_name} counts"
         findings.append(Finding("several-indexes", "note", what, index_name, "name another index file itself as SRC"))
     model = _indexed(root, index_name, entries, links, findings)
-    for single in (f"{index_name.removesuffix(INDEX_SUFFIX)}.safetensors", "model.safetensors"):
+    whole = ".".join(filter(None, _index_parts(index_name)))
+    for single in (f"{whole}.safetensors", "model.safetensors"):
         if single in singles and single not in model.names:
             model.alternative = single
             break
@@ -112,7 +114,7 @@ def _unindexed(singles: list[str], entries: list[str], findings: list[Finding]) 
             findings,
             "no-index",
             f"{len(candidates)} safetensors files ({_listed(candidates)}) and no index that says which are the model",
-            "`surgery index DIR > DIR/model.safetensors.index.json` writes the index that they deserve; "
+            "`surgery index DIR > new.json && mv new.json DIR/model.safetensors.index.json` writes the index that they deserve; "
             "where one file is the whole model, name it as SRC",
             candidates[0],
         )
@@ -132,13 +134,21 @@ def _unindexed(singles: list[str], entries: list[str], findings: list[Finding]) 
     return ModelFiles([])
 
 
+def _index_parts(index_name: str) -> tuple[str, str | None]:
+    """Base name and variant. transformers names the index of a variant `model.safetensors.index.fp16.json`; others
+    have written `model.fp16.safetensors.index.json`."""
+    match = _INDEX_FILE.fullmatch(index_name)
+    base_name, _, inner = (match[1] if match else index_name).partition(".")
+    return base_name, inner or (match[2] if match else None)
+
+
 def _listed(names: list[str], most: int = 20) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _indexed(root: Path, index_name: str, entries: list[str], links: Links, findings: list[Finding]) -> ModelFiles:
-    base_name, _, variant = index_name.removesuffix(INDEX_SUFFIX).partition(".")
-    model = ModelFiles([], base_name, variant or None, index_name)
+    base_name, variant = _index_parts(index_name)
+    model = ModelFiles([], base_name, variant, index_name)
     mend = "`surgery index DIR` prints the index that the files deserve"
     reason = links.fault(root / index_name)
     if reason is not None:
@@ -200,7 +210,9 @@ def _judge_missing(model: ModelFiles, entries: list[str], root: Path, findings: 
     counts = Counter(model.index.values())
     others = [name for name in entries if _SHARD_FILE.fullmatch(name) and name not in model.names]
     stale = f"; {len(others)} shards that it does not name are there (first {others[0]}): it is stale" if others else ""
-    rebuild = f"`surgery index DIR > DIR/{model.index_name}` builds the index anew from the headers"
+    rebuild = (
+        f"`surgery index DIR > new.json && mv new.json DIR/{model.index_name}` builds the index anew from the headers"
+    )
     _fault(
         findings,
         "missing-file",

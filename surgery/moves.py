@@ -107,19 +107,33 @@ def coverage_fault(content: Content) -> str | None:
         return None
     total = 0
     for box in content.tiles:
-        if not len(box.offset) == len(box.shape) == len(content.shape):
-            return f"a box of {len(box.shape)} axes in a tensor of {len(content.shape)}"
-        for low, size, whole in zip(box.offset, box.shape, content.shape, strict=True):
-            if low < 0 or size < 1 or low + size > whole:
-                return f"the box at {list(box.offset)} of shape {list(box.shape)} leaves {list(content.shape)}"
-        if isinstance(box, Tile) and (fault := _source_fault(box, content.dtype)):
+        fault = box_fault(box, content.dtype, content.shape)
+        if fault is not None:
             return fault
-        if isinstance(box, Fill) and len(box.element) * 4 != math.lcm(DTYPE_BITS[content.dtype], 8):
-            return f"a fill element of {len(box.element) // 2} bytes for {content.dtype}"
         total += math.prod(box.shape)
     if total != math.prod(content.shape):
         return f"tiles cover {total} of {math.prod(content.shape)} elements"
     return _overlap(content.tiles)
+
+
+def box_fault(box: Box, dtype: str, shape: Sequence[int]) -> str | None:
+    """Why `box` is none of a tensor of `dtype` and `shape`, or leaves its source; None where it is sound."""
+    if not len(box.offset) == len(box.shape) == len(shape):
+        return f"a box of {len(box.shape)} axes in a tensor of {len(shape)}"
+    for low, size, whole in zip(box.offset, box.shape, shape, strict=True):
+        if low < 0 or size < 1 or low + size > whole:
+            return f"the box at {list(box.offset)} of shape {list(box.shape)} leaves {list(shape)}"
+    return _source_fault(box, dtype) if isinstance(box, Tile) else element_fault(box.element, dtype)
+
+
+def element_fault(element: str, dtype: str) -> str | None:
+    """Why `element` is no element of `dtype` in hexadecimal; None where it is."""
+    nbytes = math.lcm(DTYPE_BITS[dtype], 8) // 8
+    try:
+        found = len(bytes.fromhex(element))
+    except ValueError:
+        return f"the element {element!r} is not hexadecimal"
+    return None if found == nbytes else f"an element of {found} bytes for {dtype}, which has {nbytes}"
 
 
 def _source_fault(tile: Tile, dtype: str) -> str | None:

@@ -44,7 +44,7 @@ def make_plan(draft: Draft, checks: Sequence[Check] = ()) -> Plan:
         files: tuple[PlannedFile, ...] = ()
     else:
         files = tuple(pack(draft.tensors, draft.metadata, draft.base_name, draft.max_shard_bytes))
-    index = f"{draft.base_name}.safetensors.index.json" if len(files) > 1 else None
+    index = _index_name(draft.base_name) if len(files) > 1 else None
     plan = Plan(
         format=PLAN_FORMAT,
         tool=f"surgery {__version__}",
@@ -66,8 +66,18 @@ def make_plan(draft: Draft, checks: Sequence[Check] = ()) -> Plan:
     card = SideFile("README.md", text=model_card(plan.recipe, plan.layers, plan.config_changes, plan.totals))
     wanted = [*_config_file(draft), *draft.side_files, card]
     plan = msgspec.structs.replace(plan, side_files=tuple(_side_file(draft.roots, side) for side in wanted))
+    if draft.config is not None:
+        # What the plan was made from and does not copy: a source with another config is another source.
+        config = _side_file(draft.roots, SideFile("config.json", 0, "config.json"))
+        plan = msgspec.structs.replace(plan, inputs=(config,))
     check_plan(plan, proven=True)
     return plan
+
+
+def _index_name(base_name: str) -> str:
+    """As transformers names it, so that `variant=` finds it: `model.safetensors.index.fp16.json`."""
+    base, _, variant = base_name.partition(".")
+    return f"{base}.safetensors.index.{variant}.json" if variant else f"{base}.safetensors.index.json"
 
 
 def pack(

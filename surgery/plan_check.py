@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from surgery.errors import CannotApply, Problems
-from surgery.moves import coverage_fault, moves
-from surgery.plan_types import Plan, PlannedTensor
+from surgery.moves import box_fault, coverage_fault, element_fault, moves
+from surgery.plan_types import Check, Plan, PlannedTensor
 from surgery.safetensors_file import StoredTensor, tensor_nbytes
+from surgery.side_files import is_index_file
 from surgery.tiling import sources
 
 _MEND = "make the plan again with `surgery plan`"
@@ -23,6 +26,7 @@ def check_plan(plan: Plan, *, proven: bool = False) -> None:
     """
     problems = Problems()
     _check_output_names(plan, problems)
+    _check_structure(plan, problems)
     _check_sources(plan, problems)
     bounds = [(source.data_offset, source.nbytes) for source in plan.sources]
     names: set[str] = set()
@@ -35,12 +39,43 @@ def check_plan(plan: Plan, *, proven: bool = False) -> None:
                 problems.add(f"the tensor name {name!r} is there twice or is no tensor name", file.name, _MEND)
             names.add(name)
             _check_tensor(tensor, bounds, problems)
-    checkable = {tensor.name for tensor in plan.tensors()} if plan.checks else set()
+    checkable = {tensor.name: tensor for tensor in plan.tensors()} if plan.checks else {}
     for check in plan.checks:
         _check_source(check.tile.source, bounds, check.tile.source.name, problems)
+        _check_check(check, checkable, problems)
         if check.kind == "equal" and check.tensor not in checkable:
             problems.add(f"a check of {check.tensor!r}, which is no output tensor", "plan", _MEND)
     problems.raise_if_any(CannotApply, "the plan cannot be carried out")
+
+
+def _check_check(check: Check, tensors: dict[str, PlannedTensor], problems: Problems) -> None:
+    """The tile of a check lies in its source and, to be compared, in the tensor it is compared with."""
+    tile = check.tile
+    if check.kind == "equal" and check.tensor in tensors:
+        target = tensors[check.tensor].content
+        dtype, shape = target.dtype, target.shape
+    else:
+        dtype, shape = tile.source.dtype, tile.shape
+        tile = msgspec.structs.replace(tile, offset=(0,) * len(tile.shape))
+    fault = box_fault(tile, dtype, shape)
+    if fault is None and check.kind == "constant":
+        fault = element_fault(check.element, dtype)
+    if fault is not None:
+        problems.add(f"a check: {fault}", tile.source.name, _MEND)
+
+
+def _check_structure(plan: Plan, problems: Problems) -> None:
+    """Files that loaders find: weights named as such, several of them with an index; totals that are true."""
+    for file in plan.files:
+        if not file.name.endswith(".safetensors"):
+            problems.add(f"the weight file {file.name!r} is not named *.safetensors", "plan", _MEND)
+    if len(plan.files) > 1 and plan.index is None:
+        problems.add(f"{len(plan.files)} weight files and no index", "plan", _MEND)
+    if plan.index is not None and not is_index_file(plan.index):
+        problems.add(f"the index {plan.index!r} is not named as one", "plan", _MEND)
+    count = sum(len(file.tensors) for file in plan.files)
+    if plan.totals.tensors_out != count:
+        problems.add(f"the totals say {plan.totals.tensors_out} tensors go out; the files have {count}", "plan", _MEND)
 
 
 def _check_output_names(plan: Plan, problems: Problems) -> None:
@@ -68,7 +103,7 @@ def _check_sources(plan: Plan, problems: Problems) -> None:
             problems.add(f"the source {source.name!r} is not a plain path inside a root of the plan", "plan", _MEND)
         if not 0 <= source.data_offset <= source.nbytes:
             problems.add(f"the source {source.name!r} has impossible sizes", "plan", _MEND)
-    for side in plan.side_files:
+    for side in (*plan.side_files, *plan.inputs):
         if side.text is None and (not is_plain(side.source_name) or side.root not in roots):
             problems.add(f"the side file {side.source_name!r} is not a plain path inside a root", "plan", _MEND)
 

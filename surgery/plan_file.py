@@ -17,7 +17,7 @@ from surgery.plan_check import check_plan
 from surgery.plan_types import PLAN_FORMAT, Plan
 
 _ITEMS_AT_A_TIME = 4096
-_LISTS = ("sources", "side_files", "checks", "dropped", "config_changes", "decisions", "cover")
+_LISTS = ("sources", "side_files", "checks", "dropped", "config_changes", "decisions", "cover", "inputs")
 
 
 def plan_digest(plan: Plan) -> str:

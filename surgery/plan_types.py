@@ -110,6 +110,7 @@ class Plan(msgspec.Struct, frozen=True):
     decisions: tuple[Decision, ...]
     totals: Totals
     cover: tuple[Json, ...] = ()
+    inputs: tuple[PlannedSideFile, ...] = ()
 
     def tensors(self) -> Iterator[PlannedTensor]:
         """Every output tensor, file by file, in the order that the executor numbers them."""

@@ -170,10 +170,13 @@ def _prove(
 
 def unknown_numbers(config: Any) -> list[str]:
     """Texts of the quantisation sections that name layers by number outside the lists that are understood."""
-    found: list[str] = []
+    return [text for text in unlisted_texts(config) if NUMBERED.search(text)]
+
+
+def unlisted_texts(config: Any) -> Iterator[str]:
+    """Keys and texts of the quantisation sections outside the lists that are understood."""
     for _, section in _sections(config):
-        found += [text for text in _strings(section) if NUMBERED.search(text)]
-    return found
+        yield from _strings(section)
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from pathlib import Path
 
 import msgspec
@@ -164,6 +165,11 @@ def survey_side_files(
     return sorted(beside.side_files, key=lambda side: side.name), beside.strays, beside.findings
 
 
+def is_index_file(name: str) -> bool:
+    """Indexes of weights: `model.safetensors.index.json`, with a variant `model.safetensors.index.fp16.json`."""
+    return re.search(r"\.index(\.[^./]+)?\.json$", name) is not None
+
+
 def is_weight_file(name: str) -> bool:
     """Whether a name says weights, of whatever format; also `x.safetensors.bak` and `x.gguf.part1of2`."""
     suffixes = [suffix.lower() for suffix in Path(name).suffixes]
@@ -178,7 +184,7 @@ def _reason_against(name: str) -> str | None:
         return "version control"
     if name in _CACHES:
         return "a cache"
-    if name.endswith(".index.json"):
+    if is_index_file(name):
         return "an index of weights: an output has its own"
     if not is_weight_file(name):
         return None

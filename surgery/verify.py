@@ -29,6 +29,7 @@ from surgery.verifying.verdicts import Answer, Counts, Findings, Report, SourceP
 __all__ = ["Report", "report_text", "sums", "verify"]
 
 _NO_ENGINE = "no engine was run"
+SUMS_NAME = "SHA256SUMS"
 
 
 class Progress(Protocol):
@@ -49,6 +50,7 @@ def verify(
     seed: int = 0,
     progress: Progress | None = None,
     workers: int = 2,
+    allow_outside_links: bool = False,
 ) -> Report:
     """Judge `directory`; with `against` derive its bytes again from that source, or those of a `sample` of tensors.
 
@@ -60,7 +62,8 @@ def verify(
     _require_directory(directory, "DIR")
     if against is not None and not against.exists():
         raise SourceError("no such file or directory", str(against), "name the source of the output")
-    return _Verification(directory.resolve(), against, workers, progress).run(sample, seed)
+    verification = _Verification(directory.resolve(), against, workers, progress, allow_outside_links)
+    return verification.run(sample, seed)
 
 
 def _is_dummy(reader: ManifestReader | None) -> bool:
@@ -82,7 +85,10 @@ def _require_directory(directory: Path, where: str) -> None:
 class _Verification:
     """The state of one verification."""
 
-    def __init__(self, directory: Path, against: Path | None, workers: int, progress: Progress | None) -> None:
+    def __init__(
+        self, directory: Path, against: Path | None, workers: int, progress: Progress | None, allow_outside_links: bool
+    ) -> None:
+        self._allow_outside_links = allow_outside_links
         self._directory = directory
         self._against = against
         self._workers = workers
@@ -93,7 +99,13 @@ class _Verification:
 
     def run(self, sample: float, seed: int) -> Report:
         reader = self._manifest()
-        checkpoint = Checkpoint.survey(self._directory)
+        checkpoint = Checkpoint.survey(self._directory, allow_outside_links=self._allow_outside_links)
+        if not (checkpoint.files or checkpoint.config or checkpoint.strays or reader or self._has_manifest()):
+            raise SourceError(
+                "there is nothing to judge: no weights, no config, no manifest",
+                str(self._directory),
+                "name a checkpoint directory as DIR",
+            )
         loading = check_loading(checkpoint, self._loading)
         self._take_survey(checkpoint, reader)
         config = checkpoint.config
@@ -207,6 +219,10 @@ def sums(directory: Path) -> Iterator[str]:
     for base, folders, files in os.walk(directory):
         folders.sort()
         names += [(Path(base) / file).relative_to(directory).as_posix() for file in files]
+    # The list itself, when the shell writes it into DIR, cannot hold its own sum.
+    names = [name for name in names if name != SUMS_NAME]
+    if not names:
+        raise SourceError("the directory is empty", str(directory), "name a checkpoint directory as DIR")
     for name in sorted(names):
         hasher = hashlib.sha256()
         try:

@@ -8,6 +8,7 @@ import click
 
 from surgery.cli.output import emit, emit_json
 from surgery.cli.progress import ConsoleProgress
+from surgery.errors import UsageError
 from surgery.storage import local_path
 from surgery.verify import report_text, sums, verify
 
@@ -21,6 +22,7 @@ EXIT_FINDINGS = 1
     "--sample", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Compare this share of the tensors."
 )
 @click.option("--seed", type=int, default=0, help="Which share --sample takes.")
+@click.option("--allow-outside-links", is_flag=True, help="Follow links that leave DIR.")
 @click.option("--workers", type=click.IntRange(1, 64), default=2, show_default=True, help="Threads that hash.")
 @click.option("--sums", "as_sums", is_flag=True, help="Print lines for `sha256sum -c` and judge nothing.")
 @click.option("--json", "as_json", is_flag=True, help="The report as one JSON document on stdout.")
@@ -31,6 +33,7 @@ def verify_command(
     source: str | None,
     sample: float,
     seed: int,
+    allow_outside_links: bool,
     workers: int,
     as_sums: bool,
     as_json: bool,
@@ -43,6 +46,8 @@ def verify_command(
       surgery verify OUT --against SRC --sample 0.1
       surgery verify OUT --sums > SHA256SUMS
 
+    The sums are checked inside: (cd OUT && sha256sum -c ../SHA256SUMS).
+
     Exit 0: nothing found; 1: findings; 3: there is nothing to judge.
     """
     path = local_path(directory)
@@ -51,8 +56,16 @@ def verify_command(
             emit(line)
         return
     against: Path | None = local_path(source) if source is not None else None
+    if against is None and (sample < 1 or seed):
+        raise UsageError("--sample and --seed choose what is compared with SRC", "--sample", "add --against SRC")
     report = verify(
-        path, against=against, sample=sample, seed=seed, workers=workers, progress=ConsoleProgress("verifying")
+        path,
+        against=against,
+        sample=sample,
+        seed=seed,
+        workers=workers,
+        progress=ConsoleProgress("verifying"),
+        allow_outside_links=allow_outside_links,
     )
     if as_json:
         emit_json(report)

@@ -42,6 +42,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "index": ("surgery.cli.looking", "index_command", "The index that a directory's headers deserve."),
 }
 
+EXIT_USAGE = 2
 EXIT_FAULT_OF_OURS = 70
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
@@ -127,9 +128,12 @@ def run(arguments: list[str]) -> int:
     except ReaderLeft:
         return _reader_left(0)
     except (KeyboardInterrupt, click.Abort):
-        return _interrupted(EXIT_INTERRUPTED)
+        return _interrupted(EXIT_INTERRUPTED, arguments)
     except Terminated:
-        return _interrupted(EXIT_TERMINATED)
+        return _interrupted(EXIT_TERMINATED, arguments)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return EXIT_USAGE
     except click.ClickException as error:
         return _usage(error, arguments)
     except SystemExit as error:
@@ -190,10 +194,17 @@ def _failed(error: BaseException, arguments: list[str]) -> int:
     return EXIT_FAULT_OF_OURS
 
 
-def _interrupted(code: int) -> int:
-    from surgery.cli.output import message
+def _interrupted(code: int, arguments: list[str]) -> int:
+    import contextlib
 
-    message("interrupted: run the same command again to resume")
+    from surgery.cli.output import emit_json, message
+    from surgery.errors import OutputError
+
+    what = "interrupted: run the same command again to resume"
+    if _wants_json(arguments):
+        with contextlib.suppress(OSError, OutputError):
+            emit_json({"error": {"kind": "interrupted", "what": what, "where": "", "mend": "", "exit_code": code}})
+    message(what)
     return code
 
 

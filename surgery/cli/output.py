@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Any
 
@@ -42,9 +43,9 @@ def message(text: str) -> None:
 
 def emit_error(error: SurgeryError, *, as_json: bool) -> None:
     """The three lines on stderr; with --json the document on stdout, so that a pipeline sees it too."""
-    try:
-        if as_json:
+    if as_json:
+        with contextlib.suppress(OSError, OutputError):
             emit_json({"error": error.as_json()})
+            sys.stdout.flush()
+    with contextlib.suppress(OSError):
         sys.stderr.write("\n".join(error.lines()) + "\n")
-    except OSError:
-        return

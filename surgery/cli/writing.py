@@ -48,6 +48,8 @@ def carry_out(plan: Plan, out: Path | None, options: dict[str, Any]) -> None:
     """What every writing command does with its plan: print it, or execute it and say what was written."""
     digest = plan_digest(plan)
     memory = parse_size(options["memory"], "--memory")
+    if options["as_json"] and str(options["plan_out"]) == "-":
+        raise UsageError("--json and --plan-out - both want stdout", "--plan-out", "write the plan to a file")
     if options["plan_out"] is not None:
         save_plan(plan, options["plan_out"])
     if options["dry_run"]:

@@ -67,8 +67,11 @@ class Journal:
             os.close(descriptor)
 
 
-def read_journals(directory: Path, digest: str, count: int) -> Done:
-    """What earlier runs of the plan `digest` finished. Raises `OutputError` where another plan's work lies there."""
+def read_journals(directory: Path, digest: str, count: int, finished: str = "") -> Done:
+    """What earlier runs of the plan `digest` finished. Raises `OutputError` where another plan's work lies there.
+
+    `finished` is the plan of the output that is at OUT: what a kill left of that run is no work.
+    """
     done = Done(count)
     for path in sorted(directory.glob(f"{JOURNAL_PREFIX}*")):
         plan = None
@@ -78,6 +81,8 @@ def read_journals(directory: Path, digest: str, count: int) -> Done:
                 continue
             number, _, hexadecimal = line.partition(" ")
             if plan is None or not number.isdecimal() or len(hexadecimal) != 2 * DIGEST_NBYTES:
+                continue
+            if plan == finished and plan != digest:
                 continue
             if plan != digest:
                 raise OutputError(
@@ -93,31 +98,32 @@ def read_journals(directory: Path, digest: str, count: int) -> Done:
     return done
 
 
-def bind(directory: Path, digest: str) -> bool:
-    """Bind the staging directory to a plan; whether it was bound to that plan already.
+def is_bound(directory: Path, identity: str) -> bool:
+    """Whether what lies in the staging directory was made by this plan from this state of the source.
 
-    Files of another plan may lie there that finished nothing: they look alike and hold other bytes, so whoever is
-    told False must not build on them.
+    Files of another plan that finished nothing look alike and hold other bytes: they must not be built on.
     """
-    marker = directory / BOUND_NAME
     try:
-        if marker.read_text("utf-8") == digest:
-            return True
+        return (directory / BOUND_NAME).read_text("utf-8") == identity
     except (OSError, UnicodeDecodeError):
-        pass
+        return False
+
+
+def bind(directory: Path, identity: str) -> None:
+    """Bind the staging directory, emptied before, to a plan and a state of the source."""
+    marker = directory / BOUND_NAME
     aside = directory / f"{BOUND_NAME}.new"
     with aside.open("w") as file:
-        file.write(digest)
+        file.write(identity)
         file.flush()
         os.fsync(file.fileno())
     aside.replace(marker)
-    return False
 
 
 def forget_journals(directory: Path) -> None:
-    """Remove every worker's journal."""
-    for path in directory.glob(f"{JOURNAL_PREFIX}*"):
-        path.unlink()
+    """Remove every worker's journal, and the binding they were made under."""
+    for path in [*directory.glob(f"{JOURNAL_PREFIX}*"), directory / BOUND_NAME]:
+        path.unlink(missing_ok=True)
 
 
 def _plan_of(line: str) -> str | None:

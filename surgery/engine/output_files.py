@@ -79,7 +79,8 @@ def finish_files(job: Job) -> None:
             _hash_again(job, file, path, first)
     for side in job.plan.side_files:
         _write_side_file(job, side)
-        files[side.name] = ManifestFile(side.nbytes, xxh3_128=side.xxh3_128)
+        other = side.source_name if side.source_name != side.name else ""
+        files[side.name] = ManifestFile(side.nbytes, xxh3_128=side.xxh3_128, source=other)
     if job.plan.index is not None:
         files[job.plan.index] = _write_index(job, job.plan.index)
     with (job.staging.content / MANIFEST_NAME).open("wb") as manifest:
@@ -134,7 +135,20 @@ def _write_side_file(job: Job, side: PlannedSideFile) -> None:
             nbytes += len(block)
         written.flush()
         os.fsync(written.fileno())
-    if (nbytes, hasher.hexdigest()) != (side.nbytes, side.xxh3_128):
+    _require(job, side, nbytes, hasher.hexdigest())
+
+
+def require_planned(job: Job, given: PlannedSideFile) -> None:
+    """A file that the plan was made from is still the one it was."""
+    hasher, nbytes = xxhash.xxh3_128(), 0
+    for block in _side_blocks(job, given):
+        hasher.update(block)
+        nbytes += len(block)
+    _require(job, given, nbytes, hasher.hexdigest())
+
+
+def _require(job: Job, side: PlannedSideFile, nbytes: int, digest: str) -> None:
+    if (nbytes, digest) != (side.nbytes, side.xxh3_128):
         raise SourceError(
             f"{side.source_name or side.name} is not the file that was planned",
             job.plan.roots[side.root] if side.root >= 0 else "plan",

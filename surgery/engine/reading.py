@@ -5,6 +5,7 @@ No file is mapped: a mapped page counts as memory, and one that cannot be read k
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,9 +30,10 @@ class Sources:
         try:
             descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         except OSError as error:
-            raise SourceError(
-                f"cannot open: {error.strerror}", str(path), "bring the file back and run again"
-            ) from error
+            mend = "bring the file back and run again"
+            if error.errno == errno.EMFILE:
+                mend = "raise the limit of open files (ulimit -n), or use fewer --workers"
+            raise SourceError(f"cannot open: {error.strerror}", str(path), mend) from error
         try:
             status = os.fstat(descriptor)
             if status.st_size != self._nbytes[file]:

@@ -6,7 +6,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from surgery import kernel
 from surgery.plan_types import Plan
+
+BLOCK_NBYTES = 4096
 
 
 def is_sparse(status: os.stat_result) -> bool:
@@ -15,20 +18,37 @@ def is_sparse(status: os.stat_result) -> bool:
 
 
 def allocated_nbytes(plan: Plan, source_paths: Sequence[Path]) -> int:
-    """The disk that the output will take: whole files, or for sparse sources their share of allocated blocks."""
-    shares = []
-    for path in source_paths:
-        status = path.stat()
-        allocated = getattr(status, "st_blocks", 1 << 62) * 512
-        shares.append(min(1.0, allocated / max(1, status.st_size)))
+    """The disk that the output will take: every byte, or where sources have holes, the data of the tensors kept."""
     side = sum(file.nbytes for file in plan.side_files)
-    if all(share == 1.0 for share in shares):
+    sparse = {number for number, path in enumerate(source_paths) if is_sparse(path.stat())}
+    if not sparse:
         return sum(file.nbytes for file in plan.files) + side
-    total = 0.0
+    total = sum(file.nbytes - sum(tensor.nbytes for tensor in file.tensors) for file in plan.files) + side
+    held: dict[int, list[tuple[int, int]]] = {}
     for tensor in plan.tensors():
-        share = shares[tensor.whole.file] if tensor.whole is not None else 1.0
-        total += min(tensor.nbytes, tensor.nbytes * share + 4096)
-    return int(total) + side
+        if tensor.whole is not None and tensor.whole.file in sparse:
+            held.setdefault(tensor.whole.file, []).append((tensor.whole.offset, tensor.nbytes))
+        else:
+            total += tensor.nbytes
+    return total + sum(_data_nbytes(source_paths[file], sorted(ranges)) for file, ranges in held.items())
+
+
+def _data_nbytes(path: Path, ranges: list[tuple[int, int]]) -> int:
+    """Bytes of `ranges` that lie in no hole, each stretch rounded up to the blocks that it may touch."""
+    total = 0
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        for offset, nbytes in ranges:
+            end, position = offset + nbytes, offset
+            while position < end:
+                start = kernel.next_data(descriptor, position)
+                if start is None or start >= end:
+                    break
+                position = kernel.next_hole(descriptor, start, end)
+                total += position - start + BLOCK_NBYTES
+    finally:
+        os.close(descriptor)
+    return total
 
 
 def free_nbytes(path: Path) -> int | None:

@@ -11,12 +11,14 @@ import json
 import os
 import shutil
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
 import xxhash
 
 from surgery import kernel
+from surgery.engine.journal import JOURNAL_PREFIX, forget_journals
 from surgery.errors import OutputError, UsageError
 from surgery.manifest import MANIFEST_NAME, ManifestHead, read_head
 from surgery.plan_check import is_plain
@@ -68,6 +70,12 @@ class Staging:
                 str(self.out),
                 "name a directory that does not exist, or --overwrite an earlier output of surgery",
             )
+        if (self.out / MANIFEST_NAME).exists() and read_head(self.out) is None:
+            raise OutputError(
+                "its surgery.json is damaged, so nobody can say what surgery wrote there",
+                str(self.out),
+                "move the directory away, or name another OUT",
+            )
         self._refuse_foreign()
         self.replaces = True
 
@@ -81,7 +89,7 @@ class Staging:
             )
 
     def _must_stage_inside(self) -> bool:
-        if self.out.exists() and os.path.ismount(self.out):
+        if self.out.exists() and (os.path.ismount(self.out) or _stands_in(self.out)):
             return True
         parent = self.out.parent
         if not parent.is_dir():
@@ -94,9 +102,14 @@ class Staging:
 
     def __enter__(self) -> Staging:
         try:
-            self.path.mkdir(exist_ok=True)
-            self.content.mkdir(exist_ok=True)
-            self._lock = _locked(self.path)
+            for _ in range(3):
+                self.path.mkdir(exist_ok=True)
+                self.content.mkdir(exist_ok=True)
+                self._lock = _locked(self.path)
+                if self._lock is not None and _is_there(self._lock, self.path / LOCK_NAME):
+                    break
+                # A run that ended removed the directory between our opening and locking.
+                self.__exit__(None, None, None)
         except OSError as error:
             raise OutputError(
                 f"cannot make the staging directory: {error.strerror}",
@@ -107,8 +120,6 @@ class Staging:
             raise OutputError(
                 "another run is writing this output", str(self.path), "wait for it to end, or name another OUT"
             )
-        if self.inside:
-            self._undo_publishing()
         return self
 
     def __exit__(
@@ -121,6 +132,19 @@ class Staging:
     def remove(self) -> None:
         """Delete the staging directory: nothing in it is worth resuming."""
         shutil.rmtree(self.path, ignore_errors=True)
+
+    def remove_if_idle(self) -> None:
+        """Delete it where no run has finished anything in it."""
+        if not any(self.path.glob(f"{JOURNAL_PREFIX}*")):
+            self.remove()
+
+    def start_afresh(self) -> None:
+        """Forget whatever lies here, durably, before the directory is bound to another plan."""
+        forget_journals(self.path)
+        self.clear_surplus(set())
+        (self.path / PUBLISHING_NAME).unlink(missing_ok=True)
+        for directory in (self.content, self.path):
+            kernel.sync_directory(directory)
 
     def clear_surplus(self, names: set[str]) -> None:
         """Remove what an earlier run left in `content` that this plan does not have."""
@@ -136,6 +160,10 @@ class Staging:
         if self.replaces:
             self._refuse_foreign()
             self._keep_modes()
+        if self.replaces and not self.inside:
+            # From the exchange on, the old output lies in `content`: no journal may speak of it.
+            forget_journals(self.path)
+            kernel.sync_directory(self.path)
         note = self._publish_inside() if self.inside else self._publish_sibling()
         displaced = self.path / REPLACED_NAME if (self.path / REPLACED_NAME).exists() else self.content
         if self.replaces and displaced.is_dir() and (foreign := foreign_files(displaced)):
@@ -183,11 +211,13 @@ class Staging:
             (self.out / name).parent.mkdir(parents=True, exist_ok=True)
             (self.content / name).rename(self.out / name)
         kernel.sync_directory(self.out)
-        return "OUT is a mount point or its parent cannot be written: its files were moved in one by one"
+        return (
+            "OUT could not be renamed into place (mount point, current directory): its files were moved in one by one"
+        )
 
-    def _undo_publishing(self) -> None:
-        """A run that was killed while it moved files into OUT: take them back, so that this one publishes anew."""
-        moving = _publishing(self.out)
+    def undo_publishing(self) -> None:
+        """A run of this plan was killed while it moved files into OUT: take them back, to publish anew."""
+        moving = _publishing(self.out) if self.inside else None
         if moving is None:
             return
         for name in moving["new"]:
@@ -217,6 +247,30 @@ def _locked(staging: Path) -> int | None:
             os.close(descriptor)
             return None
     return descriptor
+
+
+def _stands_in(out: Path) -> bool:
+    """Whether we, and so the shell that started us, stand in OUT: a rename would leave both in a deleted directory."""
+    try:
+        return Path.cwd().is_relative_to(out)
+    except OSError:
+        return False
+
+
+def _is_there(descriptor: int, path: Path) -> bool:
+    """Whether the open lock file is still the one at `path`."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except OSError:
+        return False
+
+
+def refuse_sources_inside(out: Path, files: Iterable[Path]) -> None:
+    """A source file that lies in OUT, also through a link, would be replaced by the job that reads it (case I05)."""
+    resolved = _resolved(out)
+    for path in files:
+        if path.resolve().is_relative_to(resolved):
+            raise UsageError(f"{path} of the source lies inside OUT, through a link", str(out), "name an OUT elsewhere")
 
 
 def remove_leftovers(out: Path) -> None:
@@ -257,7 +311,9 @@ def _resolved(out: Path) -> Path:
 
 def _refuse_inside(out: Path, source: Path) -> None:
     source = source.resolve()
-    if out == source or source in out.parents:
+    if out == source:
+        raise UsageError("OUT and SRC are one directory", str(out), "name an OUT elsewhere")
+    if source in out.parents:
         raise UsageError(
             "OUT lies inside SRC; nothing under the source is ever written", str(out), "name an OUT elsewhere"
         )

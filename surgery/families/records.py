@@ -34,7 +34,9 @@ def require_family(config: Config | None, operation: str) -> Family:
     if family is None:
         known = ", ".join(sorted(kind for family in FAMILIES for kind in family.model_types))
         raise CannotApply(
-            f"model_type {model_type(config)!r} has no family record yet; there are: {known}",
+            f"model_type {model_type(config)!r} has no family record yet; there are: {known}"
+            if model_type(config)
+            else f"config.json has no model_type; known are: {known}",
             operation,
             "repack and rename work on any checkpoint; for this type wait for its record",
         )

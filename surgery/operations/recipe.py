@@ -78,9 +78,23 @@ def _load(text: str, where: str) -> Any:
 
     try:
         # Every scalar stays as it is written: `layers: 010` is no octal number, `1:30` no time.
-        return yaml.load(text, Loader=yaml.BaseLoader)
+        return yaml.load(text, Loader=_unique_keys(yaml.BaseLoader))
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise UsageError(f"not YAML: {error}", where, "check the file") from error
+
+
+def _unique_keys(base: Any) -> Any:
+    """The loader `base`, refusing a key that is there twice: the last would win in silence."""
+
+    class Unique(base):  # type: ignore[misc]
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+            repeated = [key for number, key in enumerate(keys) if key in keys[:number]]
+            if repeated:
+                raise ValueError(f"the key {repeated[0]!r} is there twice")
+            return super().construct_mapping(node, deep)
+
+    return Unique
 
 
 class _RecipeOnly(msgspec.Struct):

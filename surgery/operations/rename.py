@@ -11,7 +11,7 @@ import msgspec
 
 from surgery.draft import Config, ConfigChange, Draft, changed
 from surgery.errors import CannotApply, Problems, UsageError
-from surgery.quantization import carry_list, lists_of, modules_of
+from surgery.quantization import carry_list, lists_of, modules_of, unlisted_texts
 from surgery.tiling import Content
 
 
@@ -33,7 +33,7 @@ class Rename(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
             new = rename(name)
             matched += new != name
             if new in tensors:
-                problems.add(f"{name} would become {new}, which is there already", "rename", "choose other names")
+                problems.add(f"two tensors would be named {new}", "rename", "choose other names: it is there already")
             if not new or new == "__metadata__" or not _is_text(new):
                 problems.add(f"{name} would become {new!r}, which is no tensor name", "rename", "choose other names")
             tensors[new] = content
@@ -76,8 +76,6 @@ class Rename(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
         if config is None:
             return config, []
         lists = list(lists_of(config))
-        if not lists:
-            return config, []
         edited = copy.deepcopy(config)
         changes: list[ConfigChange] = []
         names = list(names)
@@ -87,6 +85,13 @@ class Rename(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
             new = by_tensor.get(path) or rename(path)
             return None if new == path else [new]
 
+        unlisted = [text for text in unlisted_texts(config) if move(text) is not None]
+        if unlisted:
+            raise CannotApply(
+                f"the quantisation section names {unlisted[0]!r} in a form that is not understood",
+                "config.json",
+                "this scheme has no rule yet: change the section by hand after the rename",
+            )
         modules = modules_of(names)
         for path, method, entries in lists:
             carried = carry_list(path, method, entries, modules, move)

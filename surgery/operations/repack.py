@@ -14,4 +14,4 @@ class Repack(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
     max_shard_size: str = "5GB"
 
     def apply(self, draft: Draft) -> Draft:
-        return changed(draft, max_shard_bytes=parse_size(self.max_shard_size, "repack max_shard_size"))
+        return changed(draft, max_shard_bytes=parse_size(self.max_shard_size, "--max-shard-size"))

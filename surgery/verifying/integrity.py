@@ -13,7 +13,7 @@ import xxhash
 from surgery.errors import SourceError
 from surgery.manifest import MANIFEST_NAME, ManifestTensor
 from surgery.safetensors_file import MAX_HEADER_NBYTES, StoredTensor, parse_header, tensor_nbytes
-from surgery.side_files import is_weight_file
+from surgery.side_files import is_index_file, is_weight_file
 from surgery.verifying.hashing_pool import HashingPool, Range
 from surgery.verifying.manifest_check import Accounts, is_plain
 from surgery.verifying.manifest_reader import ManifestReader
@@ -21,6 +21,7 @@ from surgery.verifying.rehash import Reader
 from surgery.verifying.verdicts import Counts, Findings
 
 PARTIAL_NAME = ".surgery-partial"
+_READ_BY_LOADERS = (".json", ".jinja", ".py", ".model")
 _NOT_THE_MODEL = frozenset({".git", ".cache", "__pycache__"})
 _AGAIN = "make the output again from its source, or get the file again"
 
@@ -101,7 +102,7 @@ class Integrity:
             self._fault("file-size", f"{name} has {nbytes} bytes; the manifest says {entry.nbytes}", name)
         elif digest != entry.xxh3_128:
             self._fault("file-bytes", f"{name} hashes to {digest}; the manifest says {entry.xxh3_128}", name)
-        if name.endswith(".index.json"):
+        if is_index_file(name):
             self._check_total_size(name)
 
     def _check_total_size(self, name: str) -> None:
@@ -198,8 +199,11 @@ class Integrity:
                 relative = (Path(base) / name).relative_to(self._directory).as_posix()
                 if relative in self._head.files or relative == MANIFEST_NAME:
                     continue
-                if is_weight_file(name) or name.endswith(".index.json"):
+                if is_weight_file(name) or is_index_file(name):
                     what = f"{relative} is not in the manifest: loaders may take it for a part of the model"
+                    self._fault("surplus-file", what, relative, mend="move it out of the directory")
+                elif name.endswith(_READ_BY_LOADERS):
+                    what = f"{relative} is not in the manifest, and loaders read such files"
                     self._fault("surplus-file", what, relative, mend="move it out of the directory")
                 else:
                     self._findings.note("foreign-file", f"{relative} is not in the manifest", relative)

@@ -18,6 +18,7 @@ from surgery.checkpoint import MAX_CONFIG_NBYTES
 from surgery.errors import SourceError
 from surgery.manifest import MANIFEST_NAME, ManifestTensor
 from surgery.safetensors_file import MAX_HEADER_NBYTES
+from surgery.side_files import is_index_file
 from surgery.storage import read_bytes
 from surgery.tiling import Fill, Tile
 from surgery.verifying.manifest_check import is_plain
@@ -163,13 +164,21 @@ class Proof:
     def _accounts(self) -> bool:
         """`in = kept + dropped` against the tensors that the source really has: none may have vanished."""
         sizes: dict[str, int] = {}
+        chosen = {
+            tensor.source: self._head.sources[tensor.source_file].name
+            for tensor in self._reader.tensors()
+            if tensor.source is not None and tensor.source_file is not None
+        }
         for source in self._head.sources:
             try:
                 places = self._surveys.of(self._root / source.name)
             except OSError as error:
                 self._fault("not-the-source", f"{source.name}: {error.strerror}", source.name)
                 return False
-            sizes.update((name, place.nbytes) for name, place in places.items())
+            for name, place in places.items():
+                # Of a tensor in two files, the one that the output was made from counts.
+                if name not in sizes or chosen.get(name) == source.name:
+                    sizes[name] = place.nbytes
         totals = self._head.totals
         found = (len(sizes), sum(sizes.values()))
         if found != (totals.tensors_in, totals.nbytes_in):
@@ -209,9 +218,11 @@ class Proof:
     def _check_side_files(self) -> None:
         """Files beside the weights are the source's own bytes."""
         for name, entry in self._head.files.items():
-            if entry.header_xxh3_128 or name in _NOT_COPIES or name.endswith(".index.json"):
+            if entry.header_xxh3_128 or name in _NOT_COPIES or is_index_file(name):
                 continue
-            twin = self._root / ("README.md" if name == "README.source.md" else name)
+            if entry.source and not is_plain(entry.source):
+                continue
+            twin = self._root / (entry.source or name)
             if not twin.is_file():
                 self._result.not_looked_at.append(f"{name}: the source has no such file")
                 continue

@@ -58,7 +58,9 @@ class Report(msgspec.Struct):
 
     @property
     def failed(self) -> bool:
-        """Whether the answer is no (exit 1). What was not looked at is no failure of `verify`."""
+        """Whether the answer is no (exit 1): something failed, or a proof that was asked for could not be made."""
+        if self.source_proof is not None and self.source_proof.verdict == "unverified":
+            return True
         answers = [self.integrity, self.loading, self.runtime, self.source_proof]
         return any(answer is not None and answer.verdict == "failed" for answer in answers)
 
