@@ -114,7 +114,7 @@ def _unindexed(singles: list[str], entries: list[str], findings: list[Finding]) 
             findings,
             "no-index",
             f"{len(candidates)} safetensors files ({_listed(candidates)}) and no index that says which are the model",
-            "`surgery index DIR > new.json && mv new.json DIR/model.safetensors.index.json` writes the index that they deserve; "
+            "`surgery index DIR > new.json && mv new.json DIR/model.safetensors.index.json` writes it; "
             "where one file is the whole model, name it as SRC",
             candidates[0],
         )

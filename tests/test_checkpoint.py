@@ -178,7 +178,7 @@ def test_several_unindexed_shards_are_refused_with_the_command_that_makes_the_in
     (sharded / INDEX).unlink()
     text = refusal(sharded)
     assert "3 safetensors files" in text
-    assert "surgery index DIR > DIR/model.safetensors.index.json" in text
+    assert "surgery index DIR > new.json && mv new.json DIR/model.safetensors.index.json" in text
 
 
 def test_one_shard_of_several_without_an_index_is_not_taken_for_the_model(sharded):
@@ -378,7 +378,7 @@ def test_an_index_of_another_save_is_called_stale_and_can_be_built_anew(sharded)
     text = refusal(sharded)
     assert "6 of the 6 files" in text
     assert "stale" in text
-    assert f"surgery index DIR > DIR/{INDEX}" in text
+    assert f"surgery index DIR > new.json && mv new.json DIR/{INDEX}" in text
 
 
 def test_an_index_entry_that_no_file_holds_is_a_finding_with_tensor_and_file(sharded):

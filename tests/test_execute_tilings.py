@@ -56,7 +56,7 @@ def plan_of(root: Path, names: list[str], outputs: dict[str, object], checks=(),
         recipe=(),
         sources=tuple(sources),
         metadata={},
-        index=None,
+        index="model.safetensors.index.json" if len(files) > 1 else None,
         files=tuple(files),
         side_files=(),
         checks=tuple(checks),
@@ -64,7 +64,7 @@ def plan_of(root: Path, names: list[str], outputs: dict[str, object], checks=(),
         layers={},
         config_changes=(),
         decisions=(),
-        totals=Totals(0, 0, 0, 0, 0, 0, 0, 0),
+        totals=Totals(0, 0, 0, 0, 0, 0, len(outputs), 0),
     )
     check_plan(plan)
     return plan

@@ -214,3 +214,200 @@ def test_side_files_whose_names_cannot_be_are_left_behind(source, tmp_path):
     assert (tmp_path / "out" / "README.md").is_file()
     decisions = json.loads((tmp_path / "out" / "surgery.json").read_text())["decisions"]
     assert sum(decision["rule"] == "side file" for decision in decisions) == 2
+
+
+def kill_when(function: str, plan, out: Path, *, after: bool = False, **options) -> None:
+    """Run the plan in a child that kills itself at its first call of `module.function`, before or after it."""
+    import importlib
+    import signal
+
+    pid = os.fork()
+    if pid == 0:
+        module_name, _, name = function.rpartition(".")
+        module = importlib.import_module(module_name)
+        original = getattr(module, name)
+
+        def deadly(*arguments, **keywords):
+            if after:
+                original(*arguments, **keywords)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        setattr(module, name, deadly)
+        try:
+            execute(plan, out, Options(**options))
+        finally:
+            os._exit(0)
+    assert os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+
+
+def test_killed_after_the_exchange_no_old_byte_comes_out_under_the_new_plan(source, tmp_path):
+    out = tmp_path / "out"
+    execute(plan_for(source, Trim("0,1")), out)
+    kill_when("surgery.kernel.exchange", plan_for(source, Trim("2,3")), out, after=True, overwrite=True)
+    shutil.rmtree(out)
+    execute(plan_for(source, Trim("2,3")), out)
+    execute(plan_for(source, Trim("2,3")), tmp_path / "clean")
+    assert tree(out) == tree(tmp_path / "clean")
+
+
+def test_killed_after_the_exchange_the_next_plan_can_go_on(source, tmp_path):
+    out = tmp_path / "out"
+    execute(plan_for(source, Trim("0,1")), out)
+    kill_when("surgery.kernel.exchange", plan_for(source, Trim("2,3")), out, after=True, overwrite=True)
+    execute(plan_for(source, Trim("4")), out, Options(overwrite=True))
+    execute(plan_for(source, Trim("4")), tmp_path / "clean")
+    assert tree(out) == tree(tmp_path / "clean")
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_killed_while_the_staging_directory_is_bound_nothing_stale_is_built_on(tmp_path, after):
+    from test_publishing import big_sparse
+
+    first, second = big_sparse(tmp_path / "first", 1 << 20), big_sparse(tmp_path / "second", 1 << 20)
+    data = bytearray((first / "model.safetensors").read_bytes())
+    data[5000:5010] = b"0123456789"
+    (first / "model.safetensors").write_bytes(data)
+    out = tmp_path / "out"
+    kill_when("surgery.execute.finish_files", plan_for(first, Repack()), out)
+    for journal in (tmp_path / ".out.surgery-partial").glob("journal.*"):
+        journal.unlink()
+    kill_when("surgery.execute.bind", plan_for(second, Repack()), out, after=after)
+    execute(plan_for(second, Repack()), out)
+    execute(plan_for(second, Repack()), tmp_path / "clean")
+    assert tree(out) == tree(tmp_path / "clean")
+
+
+def test_a_refused_run_takes_nothing_away_from_an_output_that_was_being_replaced_in_place(
+    source, tmp_path, monkeypatch
+):
+    out = tmp_path / "out"
+    execute(plan_for(source, Trim("0,1")), out)
+    monkeypatch.chdir(out)
+    kill_when("json.dump", plan_for(source, Trim("2,3")), out, after=True, overwrite=True)
+    before = {name: digest for name, digest in tree(out).items() if not name.startswith(".surgery-partial")}
+    with pytest.raises(OutputError):
+        execute(plan_for(source, Trim("1")), out)
+    assert before.items() <= tree(out).items()
+
+
+def test_a_source_that_links_into_the_output_is_refused(source, tmp_path):
+    out = tmp_path / "out"
+    execute(plan_for(source, Trim("0,1")), out)
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    for path in out.iterdir():
+        if path.name not in ("surgery.json", "README.md"):
+            (linked / path.name).symlink_to(path)
+    before = tree(out)
+    result = support.run_surgery("trim", linked, out, "--layers", "0", "--overwrite", "--allow-outside-links")
+    assert result.returncode == 2, result.stderr
+    assert tree(out) == before
+
+
+def test_an_output_that_is_the_current_directory_stays_usable(source, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    shell = "surgery() { " + " ".join(f"'{part}'" for part in support.surgery_command()) + ' "$@"; }; '
+    script = shell + f"surgery trim '{source}' . --layers 0 && ls surgery.json && surgery verify ."
+    result = subprocess.run(
+        ["bash", "-c", script], cwd=out, env=support.surgery_environment(), capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr + result.stdout
+
+
+def test_a_chain_of_outputs_is_proven_and_a_changed_config_is_not_the_planned_source(source, tmp_path):
+    (source / "README.md").write_text("the publisher's card")
+    assert support.run_surgery("trim", source, tmp_path / "a", "--layers", "0-3").returncode == 0
+    assert support.run_surgery("trim", tmp_path / "a", tmp_path / "b", "--layers", "0,2").returncode == 0
+    assert support.run_surgery("verify", tmp_path / "b", "--against", tmp_path / "a").returncode == 0
+    plan = tmp_path / "plan.json"
+    assert support.run_surgery("plan", "trim", source, "--layers", "0", "-o", plan).returncode == 0
+    config = json.loads((source / "config.json").read_text())
+    config["rms_norm_eps"] = 0.5
+    (source / "config.json").write_text(json.dumps(config))
+    result = support.run_surgery("apply", plan, tmp_path / "c")
+    assert result.returncode == 3
+    assert "config.json" in result.stderr
+
+
+def test_a_variant_is_found_by_transformers_again(source, tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "fp16", variant="fp16", max_shard_size="30KB")
+    for limit in ("20kB", "1GB"):
+        out = tmp_path / f"out{limit}"
+        assert support.run_surgery("repack", tmp_path / "fp16", out, "--max-shard-size", limit).returncode == 0
+        again = AutoModelForCausalLM.from_pretrained(out, variant="fp16", dtype=torch.float32)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_the_space_that_a_sparse_source_needs_is_what_its_data_needs(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    entries = {
+        "a": {"dtype": "U8", "shape": [4 << 20], "data_offsets": [0, 4 << 20]},
+        "b": {"dtype": "U8", "shape": [400 << 20], "data_offsets": [4 << 20, 404 << 20]},
+    }
+    header = json.dumps(entries).encode()
+    header += b" " * (-len(header) % 8)
+    with (source / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header + os.urandom(4 << 20))
+        file.truncate(8 + len(header) + (404 << 20))
+    from surgery.engine.space import allocated_nbytes
+
+    plan = plan_for(source, Repack())
+    needed = allocated_nbytes(plan, [source / "model.safetensors"])
+    assert 4 << 20 <= needed < 6 << 20
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"offset":', '"offset":4'),
+        ('"whole":{"name":"', '"whole":{"name":"x'),
+        ('"tensors_out":', '"tensors_out":9'),
+        ('"name":"model.safetensors"', '"name":"weights.txt"'),
+    ],
+)
+def test_a_plan_that_says_what_is_not_so_is_refused(source, tmp_path, old, new):
+    plan = tmp_path / "plan.json"
+    assert support.run_surgery("plan", "trim", source, "--layers", "1", "-o", plan).returncode == 0
+    assert old in plan.read_text()
+    plan.write_text(plan.read_text().replace(old, new, 1))
+    result = support.run_surgery("apply", plan, tmp_path / "out")
+    assert result.returncode in (2, 3), result.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "plan.json"}
+
+
+def test_a_quantisation_section_that_names_renamed_modules_unlisted_is_refused(source, tmp_path):
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {"layers": {"model.layers.0.mlp.up_proj": 4}}
+    (source / "config.json").write_text(json.dumps(config))
+    result = support.run_surgery("rename", source, tmp_path / "out", "--map", "model=lm")
+    assert result.returncode == 2
+    assert "model.layers.0.mlp.up_proj" in result.stderr
+
+
+def test_a_key_that_is_twice_in_a_recipe_is_refused(source, tmp_path):
+    (tmp_path / "recipe.yaml").write_text("recipe:\n- operation: trim\n  layers: 0\n  layers: 1\n")
+    result = support.run_surgery("run", source, tmp_path / "out", tmp_path / "recipe.yaml")
+    assert result.returncode == 2
+    assert "twice" in result.stderr
+
+
+def test_a_sample_is_never_empty_and_takes_its_share(source, tmp_path):
+    assert support.run_surgery("trim", source, tmp_path / "out", "--layers", "0-3").returncode == 0
+    count = len(json.loads((tmp_path / "out" / "surgery.json").read_text())["tensors"])
+    for share in (0.001, 0.1, 0.5):
+        report = support.run_surgery("verify", tmp_path / "out", "--against", source, "--sample", str(share), "--json")
+        assert report.returncode == 0
+        assert json.loads(report.stdout)["source_proof"]["tensors"] == max(1, round(share * count))
+    assert support.run_surgery("verify", tmp_path / "out", "--sample", "0.5").returncode == 2
+
+
+def test_nothing_to_judge_is_no_verdict(tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert support.run_surgery("verify", tmp_path / "empty").returncode == 3
+    assert support.run_surgery("verify", tmp_path / "empty", "--sums").returncode == 3

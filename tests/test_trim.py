@@ -140,7 +140,7 @@ def test_a_config_that_does_not_change_keeps_its_bytes(editable, tmp_path):
     ("family", "fields", "says"),
     [
         ("llama", {"model_type": "mamba"}, "mamba"),
-        ("llama", {"model_type": None}, "no family record"),
+        ("llama", {"model_type": None}, "has no model_type"),
         ("llama", {"num_hidden_layers": 5}, "does not count"),
         ("llama", {"num_hidden_layers": 7}, "no tensors"),
         ("llama", {"num_hidden_layers": "6"}, "expected a count"),

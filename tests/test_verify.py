@@ -401,7 +401,9 @@ def test_without_a_manifest_tensor_bytes_are_not_judged_and_nothing_is_proven(da
     assert report.integrity.not_looked_at == ["tensor bytes: no manifest to compare with"]
     assert report.source_proof is not None
     assert report.source_proof.verdict == "unverified"
-    assert not report.failed
+    # A proof that was asked for and could not be made is no success.
+    assert report.failed
+    assert not verify(damaged).failed
 
 
 def test_an_unfinished_output_is_a_fault(damaged: Path) -> None:

@@ -211,9 +211,7 @@ class Staging:
             (self.out / name).parent.mkdir(parents=True, exist_ok=True)
             (self.content / name).rename(self.out / name)
         kernel.sync_directory(self.out)
-        return (
-            "OUT could not be renamed into place (mount point, current directory): its files were moved in one by one"
-        )
+        return "OUT could not be renamed into place (a mount point, or where you stand): its files were moved in"
 
     def undo_publishing(self) -> None:
         """A run of this plan was killed while it moved files into OUT: take them back, to publish anew."""

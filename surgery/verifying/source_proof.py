@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import json
 import re
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -70,6 +71,10 @@ def surveyed(path: Path) -> dict[str, Place]:
     except SafetensorError as error:
         raise OSError(errno.EIO, f"the safetensors library refuses it: {error}", str(path)) from error
     return places
+
+
+def _lot(tensor: ManifestTensor, seed: int) -> int:
+    return xxhash.xxh3_64_intdigest(f"{seed}:{tensor.name}".encode())
 
 
 class _Surveys:
@@ -241,10 +246,11 @@ class Proof:
     def _compare_tensors(self, sample: float, seed: int) -> int:
         """Compare the chosen tensors; returns how many there are in all."""
         total = 0
+        limit = self._sample_limit(sample, seed)
         try:
             for tensor in self._reader.tensors():
                 total += 1
-                if sample < 1 and xxhash.xxh3_64_intdigest(f"{seed}:{tensor.name}".encode()) >= sample * 2**64:
+                if _lot(tensor, seed) > limit:
                     continue
                 try:
                     fault = self._fault_of(tensor)
@@ -260,6 +266,14 @@ class Proof:
                 file.close()
             self._open.clear()
         return total
+
+    def _sample_limit(self, sample: float, seed: int) -> int:
+        """The highest lot that is drawn: exactly the share asked for, and never none."""
+        if sample >= 1:
+            return 1 << 64
+        lots = array("Q", (_lot(tensor, seed) for tensor in self._reader.tensors()))
+        drawn = sorted(lots)[: max(1, round(sample * len(lots)))]
+        return drawn[-1] if drawn else 0
 
     def _fault_of(self, tensor: ManifestTensor) -> str | None:
         """What is wrong with one tensor of the output, compared with its source; None where nothing is."""
