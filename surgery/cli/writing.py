@@ -224,10 +224,8 @@ def _build_trim(
 ) -> Operations:
     if not layers and not cover:
         raise UsageError("no layers chosen", "--layers", "write --layers 0,6,7, or --cover")
-    if len(layers) > 1:
-        raise UsageError("--layers is given twice for one stack", "--layers", "write them as one list: 0,6,7")
     return _finished(
-        [Trim(",".join(layers), cover, mtp, retarget or "", reader or "")], max_shard_size, dummy, settings
+        [Trim(" ".join(layers), cover, mtp, retarget or "", reader or "")], max_shard_size, dummy, settings
     )
 
 
@@ -250,7 +248,8 @@ trim_command = _register(
             "--layers",
             multiple=True,
             metavar="LIST",
-            help="Source layers in their new order: 0,6,7; 0-3 has both ends; a repeat copies the layer again.",
+            help="Source layers in their new order: 0,6,7; 0-3 has both ends; a repeat copies the layer again. "
+            "Repeatable: vision=0-3, encoder=0,1 name another stack.",
         ),
         click.option("--cover", is_flag=True, help="Keep the fewest layers that hold every kind."),
         click.option(

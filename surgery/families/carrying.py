@@ -10,8 +10,9 @@ from itertools import combinations
 from typing import Any
 
 from surgery.errors import CannotApply
+from surgery.families.config_fields import with_fields
 from surgery.families.rules import Carry
-from surgery.families.schema import DEPTH_SPELLINGS, READERS, Config, Facts, Family
+from surgery.families.schema import READERS, Config, Facts, Family
 from surgery.layer_ranges import compact_ranges
 
 MAX_SEARCH_SECONDS = 1.0
@@ -64,10 +65,11 @@ def _problems_of(family: Family, config: Config, layers: LayerMap, readers: Sequ
     missing = _missing_producer(family, facts, layers)
     if missing:
         return missing
-    new: dict[str, Any] = dict(copy.deepcopy(dict(old)))
+    new: dict[str, Any] = {**copy.deepcopy(dict(old)), **depth_fields(family, old, layers)}
     changes: list[Change] = []
-    for field in depth_fields(family, old, layers.depth):
-        new[field] = len(layers.kept)
+    demanded = family.at_least_one
+    if demanded and all(facts[r][source][demanded[0]] != demanded[1] for r in readers for source in layers.kept):
+        return f"a config without a layer that is {demanded[0]} {demanded[1]} is refused by its readers"
     for one in family.fact_list:
         for reader in readers:
             rule = one.rule(reader)
@@ -77,17 +79,26 @@ def _problems_of(family: Family, config: Config, layers: LayerMap, readers: Sequ
             fields = rule.express(Carry(old, new, wanted, layers.kept, layers.depth, layers.stages))
             if fields is None:
                 return _inexpressible(one.name, reader, facts[reader], layers)
+            new = with_fields(new, fields)
             for field, value in fields.items():
-                new[field] = value
                 changes.append(Change(field, value, one.name, reader if "any" not in one.rules else "all"))
     fault = _changed_kind(family, config, new, facts, layers)
     return fault if fault else changes
 
 
-def depth_fields(family: Family, section: Config, depth: int) -> list[str]:
-    """The fields that count the layers, or equal the count and follow it."""
-    counted = [name for name in dict.fromkeys((family.stack.depth, *DEPTH_SPELLINGS)) if name in section]
-    return counted + [name for name in family.follows if section.get(name) == depth]
+def depth_fields(family: Family, section: Config, layers: LayerMap) -> dict[str, int]:
+    """The fields that count the layers, or parts of them, or equal the count and follow it, with their new values.
+
+    A count that another stack's stands in for is made explicit: the other may change.
+    """
+    stack, count = family.stack, len(layers.kept)
+    fields = {name: count for name in dict.fromkeys((stack.depth, *stack.spellings)) if section.get(name) is not None}
+    if not fields and stack.default:
+        fields = {stack.depth: count}
+    for name, factor in stack.multiples.items():
+        if section.get(name) == factor * layers.depth:
+            fields[name] = factor * count
+    return fields | {name: count for name in family.follows if section.get(name) == layers.depth}
 
 
 def _wanted(family: Family, facts: Sequence[Facts], name: str, layers: LayerMap) -> list[Any]:

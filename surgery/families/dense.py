@@ -10,13 +10,6 @@ from surgery.families.special_rules import FirstTen, Keyed
 FULL, SLIDING = "full_attention", "sliding_attention"
 MODEL_LAYERS = Stack("text", ("model.layers.",))
 
-# Multimodal checkpoints wrap the text decoder, in the order of the names that transformers has used.
-WRAPPED_LAYERS = Stack(
-    "text",
-    ("model.layers.", "model.language_model.layers.", "language_model.model.layers."),
-    sections=(("text_config",), ()),
-)
-
 # `use_sliding_window` with `max_window_layers`: the window from that layer on.
 _QWEN_WINDOW = PerLayer(
     "layer_types",
@@ -45,8 +38,8 @@ DENSE = (
     ),
     Family(
         "qwen2",
-        ("qwen2",),
-        "transformers models/qwen2; vLLM wants max_window_layers equal to the depth",
+        ("qwen2", "qwen2_vl_text", "qwen2_5_vl_text"),
+        "transformers models/qwen2, qwen2_vl; vLLM wants max_window_layers equal to the depth",
         MODEL_LAYERS,
         (fact("attention", _QWEN_WINDOW),),
         follows=("max_window_layers",),
@@ -68,17 +61,17 @@ DENSE = (
     ),
     Family(
         "gemma3",
-        ("gemma3", "gemma3_text"),
+        ("gemma3_text",),
         "transformers models/gemma3: without `layer_types`, `sliding_window_pattern` (6)",
-        WRAPPED_LAYERS,
+        MODEL_LAYERS,
         (fact("attention", PerLayer("layer_types", Every("sliding_window_pattern", FULL, SLIDING, period=6))),),
     ),
     Family(
         "gemma3n",
-        ("gemma3n", "gemma3n_text"),
+        ("gemma3n_text",),
         "transformers models/gemma3n: the last `num_kv_shared_layers` take keys and values from the last layer of "
         "their kind before them; embeddings per layer lie in one tensor",
-        WRAPPED_LAYERS,
+        MODEL_LAYERS,
         (
             fact("attention", PerLayer("layer_types", Every(None, FULL, SLIDING, period=5))),
             fact("kv", Trailing("num_kv_shared_layers", "shared", "own", default=15)),
@@ -93,9 +86,9 @@ DENSE = (
     ),
     Family(
         "gemma4",
-        ("gemma4", "gemma4_text"),
+        ("gemma4_text",),
         "transformers models/gemma4: as gemma3n, and the last layer is full attention whatever the config says",
-        WRAPPED_LAYERS,
+        MODEL_LAYERS,
         (
             fact("attention", PerLayer("layer_types", Every(None, FULL, SLIDING, period=6))),
             fact("kv", Trailing("num_kv_shared_layers", "shared", "own", default=0)),

@@ -76,13 +76,9 @@ HYBRID = (
     ),
     Family(
         "qwen3_5",
-        ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
-        "transformers models/qwen3_5, qwen3_5_moe: the wrapper nests text_config; mtp.* lies at the root",
-        Stack(
-            "text",
-            ("model.language_model.layers.", "model.layers."),
-            sections=(("text_config",), ()),
-        ),
+        ("qwen3_5_text", "qwen3_5_moe_text"),
+        "transformers models/qwen3_5, qwen3_5_moe: mtp.* lies at the root, in the wrapper too",
+        MODEL_LAYERS,
         (fact("attention", _INTERVAL),),
         mtp=Mtp(prefixes=("mtp.",), counts=("mtp_num_hidden_layers", "num_nextn_predict_layers")),
     ),

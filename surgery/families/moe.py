@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from surgery.families.dense import FULL, MODEL_LAYERS, SLIDING, WRAPPED_LAYERS
+from surgery.families.dense import FULL, MODEL_LAYERS, SLIDING
 from surgery.families.rules import Always, Every, Leading, Listed, PerLayer, Switch
-from surgery.families.schema import Family, Mtp, Stack, fact
+from surgery.families.schema import Family, Mtp, fact
 from surgery.families.special_rules import DenseThenSparse, SparseStep
 
 QWEN_EXPERTS = SparseStep("decoder_sparse_step", "mlp_only_layers", ("num_experts", "num_local_experts"))
@@ -33,8 +33,8 @@ MOE = (
     ),
     Family(
         "qwen3_moe",
-        ("qwen3_moe",),
-        "transformers models/qwen3_moe; vLLM qwen3_moe.py reads the same two fields",
+        ("qwen3_moe", "qwen3_vl_moe_text"),
+        "transformers models/qwen3_moe, qwen3_vl_moe; vLLM qwen3_moe.py reads the same two fields",
         MODEL_LAYERS,
         (
             fact("mlp", QWEN_EXPERTS),
@@ -76,11 +76,12 @@ MOE = (
             ),
         ),
         mtp=BEHIND,
+        native="deepseek_v3",
     ),
     Family(
         "glm4_moe",
-        ("glm4_moe",),
-        "transformers models/glm4_moe; vLLM glm4_moe.py",
+        ("glm4_moe", "glm4v_moe_text"),
+        "transformers models/glm4_moe, glm4v_moe; vLLM glm4_moe.py",
         MODEL_LAYERS,
         (fact("mlp", Leading("first_k_dense_replace", "dense", "moe", default=1)),),
         mtp=BEHIND,
@@ -97,13 +98,9 @@ MOE = (
     ),
     Family(
         "llama4",
-        ("llama4", "llama4_text"),
+        ("llama4_text",),
         "transformers models/llama4 reads moe_layers; vLLM llama4.py reads interleave_moe_layer_step",
-        Stack(
-            "text",
-            ("language_model.model.layers.", "model.layers.", "model.language_model.layers."),
-            sections=(("text_config",), ()),
-        ),
+        MODEL_LAYERS,
         (
             fact("mlp", transformers=Listed("moe_layers", "moe", "dense", _LLAMA4_STEP), vllm=_LLAMA4_STEP),
             fact("rope", _NO_ROPE),
@@ -117,5 +114,3 @@ MOE = (
         ),
     ),
 )
-
-__all__ = ["BEHIND", "MOE", "QWEN_EXPERTS", "WRAPPED_LAYERS"]

@@ -4,11 +4,35 @@ from __future__ import annotations
 
 from surgery.errors import CannotApply
 from surgery.families.dense import DENSE
+from surgery.families.encoder_decoder import ENCODER_DECODER
 from surgery.families.hybrid import HYBRID
 from surgery.families.moe import MOE
-from surgery.families.schema import Config, Family
+from surgery.families.more_hybrid import MORE_HYBRID
+from surgery.families.more_moe import MORE_MOE
+from surgery.families.plain import PLAIN
+from surgery.families.schema import Config, Family, find_section
+from surgery.families.sliding import SLIDING_DECODERS
+from surgery.families.wrappers import WRAPPERS
 
-FAMILIES: tuple[Family, ...] = (*DENSE, *MOE, *HYBRID)
+FAMILIES: tuple[Family, ...] = (
+    *DENSE,
+    *PLAIN,
+    *SLIDING_DECODERS,
+    *MOE,
+    *MORE_MOE,
+    *HYBRID,
+    *MORE_HYBRID,
+    *ENCODER_DECODER,
+)
+"""One record each; wrappers put one of them inside another model."""
+
+_BY_TYPE = {kind: family for family in FAMILIES for kind in family.model_types}
+_WRAPPER_OF = {kind: wrapper for wrapper in WRAPPERS for kind in wrapper.kinds}
+
+
+def known_types() -> list[str]:
+    """Every model type that there is a record for, wrappers too."""
+    return sorted({*_BY_TYPE, *_WRAPPER_OF})
 
 
 def model_type(config: Config) -> str:
@@ -17,9 +41,15 @@ def model_type(config: Config) -> str:
 
 
 def find_family(config: Config) -> Family | None:
-    """The record of the config's model type; None where there is none."""
-    kind = model_type(config)
-    return next((family for family in FAMILIES if kind in family.model_types), None)
+    """The record of the config's model type; None where there is none. A wrapper's is its text decoder's, with the
+    wrapper's places and towers."""
+    wrapper = _WRAPPER_OF.get(model_type(config))
+    if wrapper is None:
+        return _BY_TYPE.get(model_type(config))
+    path, section = find_section(config, wrapper.sections)
+    kind = model_type(section) if path else ""
+    inner = _BY_TYPE.get(kind or wrapper.text)
+    return wrapper.family(config, inner) if inner is not None else None
 
 
 def require_family(config: Config | None, operation: str) -> Family:
@@ -32,7 +62,7 @@ def require_family(config: Config | None, operation: str) -> Family:
         )
     family = find_family(config)
     if family is None:
-        known = ", ".join(sorted(kind for family in FAMILIES for kind in family.model_types))
+        known = ", ".join(known_types())
         raise CannotApply(
             f"model_type {model_type(config)!r} has no family record yet; there are: {known}"
             if model_type(config)

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from typing import Any, Protocol
 
-Config = Mapping[str, Any]
-Fields = dict[str, Any]
+from surgery.families.config_fields import Config, Fields, holds, number, read, with_fields
 
 
 @dataclass(frozen=True)
@@ -35,13 +34,13 @@ class Carry:
 
     def says(self, rule: Rule, fields: Config | None = None) -> bool:
         """Whether `rule` gives what is wanted, with `fields` set too."""
-        config = {**self.new, **fields} if fields else self.new
+        config = with_fields(self.new, fields) if fields else self.new
         depth = len(self.wanted)
         return all(rule.value(config, layer, depth) == value for layer, value in enumerate(self.wanted))
 
     def changes(self, fields: Fields) -> Fields:
         """Those of `fields` that are not so already."""
-        return {name: value for name, value in fields.items() if name not in self.new or self.new[name] != value}
+        return {n: value for n, value in fields.items() if not holds(self.new, n) or read(self.new, n) != value}
 
 
 class Rule(Protocol):
@@ -50,12 +49,6 @@ class Rule(Protocol):
     def value(self, config: Config, layer: int, depth: int) -> Any: ...
 
     def express(self, carry: Carry) -> Fields | None: ...
-
-
-def number(config: Config, field: str, default: int) -> int:
-    """An integer field; the default where it is missing, null or no integer."""
-    value = config.get(field)
-    return value if isinstance(value, int) and not isinstance(value, bool) else default
 
 
 @dataclass(frozen=True)
@@ -84,7 +77,7 @@ class Switch:
     defaults: Config = dataclass_field(default_factory=dict)
 
     def _rule(self, config: Config) -> Rule:
-        on = all(config.get(name, self.defaults.get(name)) for name in self.fields)
+        on = all(read(config, name, self.defaults.get(name)) for name in self.fields)
         return self.then if on else self.otherwise
 
     def value(self, config: Config, layer: int, depth: int) -> Any:
@@ -111,7 +104,7 @@ class PerLayer:
     string: bool = False
 
     def _listed(self, config: Config) -> Sequence[Any] | None:
-        value = config.get(self.field)
+        value = read(config, self.field)
         return value if isinstance(value, (list, str)) and len(value) else None
 
     def value(self, config: Config, layer: int, depth: int) -> Any:
@@ -221,8 +214,8 @@ class FromLayer:
 class Every:
     """`hit` where `layer % period == offset`, else `miss`.
 
-    `offset_field` None: the last of each period is hit, `(layer + 1) % period == 0`. `period_field` None: the period is
-    written in the reader's code and nothing can be solved.
+    `offset_field` None: the last of each period is hit, `(layer + 1) % period == 0`, or the one at `phase`.
+    `period_field` None: the period is written in the reader's code and nothing can be solved.
     """
 
     period_field: str | None
@@ -231,12 +224,14 @@ class Every:
     period: int
     offset_field: str | None = None
     offset: int = 0
+    phase: int | None = None
 
     def _numbers(self, config: Config) -> tuple[int, int]:
         period = number(config, self.period_field, self.period) if self.period_field else self.period
         period = max(1, period)
-        offset = number(config, self.offset_field, self.offset) if self.offset_field else period - 1
-        return period, offset
+        if self.offset_field:
+            return period, number(config, self.offset_field, self.offset)
+        return period, period - 1 if self.phase is None else self.phase
 
     def value(self, config: Config, layer: int, depth: int) -> Any:
         period, offset = self._numbers(config)
@@ -250,7 +245,7 @@ class Every:
         old = self._numbers(carry.new)
         candidates: list[tuple[int, int]] = []
         for period in range(1, len(carry.wanted) + 2):
-            offsets = range(period) if self.offset_field else (period - 1,)
+            offsets = range(period) if self.offset_field else (period - 1 if self.phase is None else self.phase,)
             candidates += [(period, offset) for offset in offsets]
         candidates.sort(key=lambda c: (abs(c[0] - old[0]) + abs(c[1] - old[1]), c))
         for period, offset in candidates:
@@ -264,24 +259,31 @@ class Every:
 
 @dataclass(frozen=True)
 class Listed:
-    """`inside` for the layers whose numbers (from `base` on) `field` lists; without the field, `otherwise`."""
+    """`inside` for the layers whose numbers (from `base` on) `field` lists; without the field, `otherwise`.
+
+    The list is written where it is not given and something else would be read, but not with `add` False.
+    """
 
     field: str
     inside: Any
     outside: Any
     otherwise: Rule | None = None
     base: int = 0
+    add: bool = True
 
     def value(self, config: Config, layer: int, depth: int) -> Any:
-        ids = config.get(self.field)
+        ids = read(config, self.field)
         if not isinstance(ids, list):
             return self.otherwise.value(config, layer, depth) if self.otherwise is not None else self.outside
         return self.inside if layer + self.base in ids else self.outside
 
     def express(self, carry: Carry) -> Fields | None:
+        if not isinstance(read(carry.new, self.field), list):
+            if carry.says(self):
+                return {}
+            if not self.add:
+                return self.otherwise.express(carry) if self.otherwise is not None else None
         if any(value not in (self.inside, self.outside) for value in carry.wanted):
             return None
         ids = [layer + self.base for layer, value in enumerate(carry.wanted) if value == self.inside]
-        if not isinstance(carry.new.get(self.field), list) and carry.says(self):
-            return {}
         return carry.changes({self.field: ids})

@@ -31,7 +31,9 @@ class Stack:
 
     `prefixes` end before the layer number in a tensor name; the one that the tensors have counts. `sections` are the
     config objects that may speak of the stack, the first that exists; `()` is the config itself. `depth_from` is a
-    field whose length is the depth, where the reader counts no other.
+    field whose length is the depth, where the reader counts no other. `spellings` are the names that the count may
+    have besides; `default` is another stack's count, taken where this one has none. `multiples` are fields that count
+    parts of layers, so many a layer.
     """
 
     name: str
@@ -39,10 +41,28 @@ class Stack:
     sections: tuple[tuple[str, ...], ...] = ((),)
     depth: str = "num_hidden_layers"
     depth_from: tuple[str, ...] = ()
+    spellings: tuple[str, ...] = DEPTH_SPELLINGS
+    default: str = ""
+    multiples: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def prefix(self) -> str:
         return self.prefixes[0]
+
+    def section(self, config: Config) -> tuple[tuple[str, ...], Config]:
+        """The object of the config that speaks of the stack, and the path to it."""
+        return find_section(config, self.sections)
+
+
+def find_section(config: Config, sections: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], Config]:
+    """The first of `sections` that the config has, with its path; the config itself where it has none."""
+    for path in sections:
+        found: Any = config
+        for key in path:
+            found = found.get(key) if isinstance(found, Mapping) else None
+        if isinstance(found, Mapping):
+            return path, found
+    return (), config
 
 
 @dataclass(frozen=True)
@@ -100,10 +120,16 @@ class Mtp:
 
 @dataclass(frozen=True)
 class LayerIds:
-    """A config field with ids of layers (`base` on) that is no fact: ids of layers that go are refused."""
+    """A config field with ids of layers (`base` on) that is no fact: ids of layers that go are refused.
+
+    With `hidden_states` an id counts what comes out: 0 before the first layer, -1 behind the last. `top`: the field
+    lies at the top of the config, not in the stack's section. One id may stand without a list.
+    """
 
     field: str
     base: int = 0
+    hidden_states: bool = False
+    top: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,8 +142,13 @@ class DepthSliced:
 
 @dataclass(frozen=True)
 class Family:
-    """One group of architectures. `source` says where it was read; `follows` are fields that equal the depth and are
-    kept equal to it where they do; `forced` says what the reader makes of the last layer whatever the config says."""
+    """One group of architectures. `source` says where it was read.
+
+    `follows` are fields that equal the depth and are kept equal to it where they do; `last_layer` says what the reader
+    makes of the last layer whatever the config says; `at_least_one` a fact that the reader demands of some layer;
+    `first_only` ends the names of tensors that the first layer holds for all of them; `also` are the other stacks,
+    each a family of its own; `native` the model type whose class serves the family, where it is not its own.
+    """
 
     name: str
     model_types: tuple[str, ...]
@@ -130,11 +161,15 @@ class Family:
     depth_sliced: tuple[DepthSliced, ...] = ()
     follows: tuple[str, ...] = ()
     last_layer: tuple[str, Any] | None = None
-    refuses: Mapping[str, str] = field(default_factory=dict)
+    at_least_one: tuple[str, Any] | None = None
+    first_only: tuple[str, ...] = ()
+    also: tuple[Family, ...] = ()
+    native: str = ""
 
     def known_fields(self) -> set[str]:
         """Every config field that some rule of the record names."""
         found = {self.stack.depth, *self.stack.depth_from, *self.follows, *(ids.field for ids in self.ids)}
+        found |= set(self.stack.spellings) | set(self.stack.multiples)
         pending: list[Any] = [rule for one in self.fact_list for rule in one.rules.values()]
         while pending:
             rule = pending.pop()
@@ -143,6 +178,7 @@ class Family:
                     found.add(value)
                 elif isinstance(value, tuple):
                     found.update(name for name in value if isinstance(name, str))
+                    pending += [each for each in value if is_dataclass(each)]
                 elif is_dataclass(value):
                     pending.append(value)
         return found
@@ -160,13 +196,7 @@ class Family:
 
     def section(self, config: Config) -> tuple[tuple[str, ...], Config]:
         """The object of the config that speaks of the stack, and the path to it."""
-        for path in self.stack.sections:
-            found: Any = config
-            for key in path:
-                found = found.get(key) if isinstance(found, Mapping) else None
-            if isinstance(found, Mapping):
-                return path, found
-        return (), config
+        return self.stack.section(config)
 
     def depth(self, config: Config) -> int | None:
         """The number of layers that `config` declares; None where it is missing or no count."""
@@ -175,7 +205,8 @@ class Family:
             value = section.get(name)
             if isinstance(value, (list, str)) and len(value):
                 return len(value)
-        value = section.get(self.stack.depth)
+        fields = (self.stack.depth, *self.stack.spellings, self.stack.default)
+        value = next((section[name] for name in fields if section.get(name) is not None), None)
         if not isinstance(value, int) or isinstance(value, bool):
             return None
         return value if 0 < value <= MAX_DEPTH else None

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from surgery.families.rules import Carry, Config, Fields, Rule, number
+from surgery.families.config_fields import Config, Fields, number, read
+from surgery.families.rules import Carry, Rule
 
 
 @dataclass(frozen=True)
@@ -21,16 +22,19 @@ class SparseStep:
     experts: tuple[str, ...]
     hit: Any = "moe"
     miss: Any = "dense"
+    default: tuple[int, ...] = ()
 
     def value(self, config: Config, layer: int, depth: int) -> Any:
         counts = [config[name] for name in self.experts if name in config]
         listed = config.get(self.dense)
+        listed = list(self.default) if listed is None else listed
         step = number(config, self.step, 1)
         sparse = (not counts or any(counts)) and step > 0 and (layer + 1) % step == 0
         return self.miss if not sparse or (isinstance(listed, list) and layer in listed) else self.hit
 
     def express(self, carry: Carry) -> Fields | None:
         listed = carry.old.get(self.dense)
+        listed = list(self.default) if listed is None and self.default else listed
         choices: list[Fields] = [
             {self.step: 1, self.dense: [place for place, value in enumerate(carry.wanted) if value == self.miss]}
         ]
@@ -138,3 +142,241 @@ class FirstTen:
 
     def express(self, carry: Carry) -> Fields | None:
         return {} if carry.says(self) else None
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """A pattern written in the reader's code, one layer after another and again; `first` says what its first layers
+    are instead, `last` what the last one is. Nothing can be solved: where it does not fit, a list must say it."""
+
+    pattern: tuple[Any, ...]
+    first: tuple[Any, ...] = ()
+    last: Any = None
+
+    def value(self, config: Config, layer: int, depth: int) -> Any:
+        if self.last is not None and layer == depth - 1:
+            return self.last
+        return self.first[layer] if layer < len(self.first) else self.pattern[layer % len(self.pattern)]
+
+    def express(self, carry: Carry) -> Fields | None:
+        return {} if carry.says(self) else None
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """A list that is read again and again until every layer has an entry (`block_types * 100`)."""
+
+    field: str
+    default: tuple[Any, ...]
+
+    def value(self, config: Config, layer: int, depth: int) -> Any:
+        listed = read(config, self.field)
+        listed = listed if isinstance(listed, list) and listed else self.default
+        return listed[layer % len(listed)]
+
+    def express(self, carry: Carry) -> Fields | None:
+        return {} if carry.says(self) else {self.field: list(carry.wanted)}
+
+
+@dataclass(frozen=True)
+class Counted:
+    """GPT-Neo's list of `[[kinds], repeats]` pairs, expanded to one kind a layer."""
+
+    field: str
+    default: tuple[Any, ...]
+
+    def value(self, config: Config, layer: int, depth: int) -> Any:
+        listed = [
+            kind
+            for pair in read(config, self.field) or ()
+            if isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], list) and isinstance(pair[1], int)
+            for kind in pair[0] * min(pair[1], depth)
+        ] or list(self.default)
+        return listed[layer % len(listed)] if layer < depth else None
+
+    def express(self, carry: Carry) -> Fields | None:
+        # The reader checks that the expanded length is the depth, so the list is written whenever the depth changes.
+        return carry.changes({self.field: [[list(carry.wanted), 1]]})
+
+
+@dataclass(frozen=True)
+class All:
+    """`hit` where every rule gives its own hit (`True`), else `miss`."""
+
+    rules: tuple[Rule, ...]
+    hit: Any
+    miss: Any
+
+    def value(self, config: Config, layer: int, depth: int) -> Any:
+        return self.hit if all(rule.value(config, layer, depth) is True for rule in self.rules) else self.miss
+
+    def express(self, carry: Carry) -> Fields | None:
+        return {} if carry.says(self) else None
+
+
+@dataclass(frozen=True)
+class Ranged:
+    """Ernie's MoE rule: `hit` from layer `start` to layer `end` (-1: the last) where `(layer + 1) % interval == 0`."""
+
+    start: str
+    end: str
+    interval: str
+    hit: Any = "moe"
+    miss: Any = "dense"
+    default_start: int = 1
+
+    def value(self, config: Config, layer: int, depth: int) -> Any:
+        start, end = number(config, self.start, self.default_start), number(config, self.end, -1)
+        end = depth - 1 if end == -1 else end
+        inside = start <= layer <= end and (layer + 1) % max(1, number(config, self.interval, 1)) == 0
+        return self.hit if inside else self.miss
+
+    def express(self, carry: Carry) -> Fields | None:
+        if carry.says(self):
+            return {}
+        places = [place for place, value in enumerate(carry.wanted) if value == self.hit]
+        start, last = (places[0], places[-1]) if places else (len(carry.wanted), len(carry.wanted) - 1)
+        for interval in dict.fromkeys((number(carry.new, self.interval, 1), *range(1, len(carry.wanted) + 1))):
+            for end in (-1, last):
+                fields = {self.start: start, self.end: end, self.interval: interval}
+                if carry.says(self, fields):
+                    return carry.changes(fields)
+        return None
+
+
+@dataclass(frozen=True)
+class IdText:
+    """Ids of layers as a text with commas (`3,4,5`), or as a list; without the field, `otherwise`."""
+
+    field: str
+    inside: Any
+    outside: Any
+    otherwise: Rule
+
+    def _ids(self, config: Config) -> list[int] | None:
+        value = read(config, self.field)
+        entries = value.split(",") if isinstance(value, str) else value
+        if not isinstance(entries, list):
+            return None
+        return [int(entry) for entry in map(str, entries) if entry.strip().isdecimal()]
+
+    def value(self, config: Config, layer: int, depth: int) -> Any:
+        ids = self._ids(config)
+        if ids is None:
+            return self.otherwise.value(config, layer, depth)
+        return self.inside if layer in ids else self.outside
+
+    def express(self, carry: Carry) -> Fields | None:
+        old = read(carry.old, self.field)
+        if self._ids(carry.old) is None and carry.says(self):
+            return {}
+        ids = [place for place, value in enumerate(carry.wanted) if value == self.inside]
+        ids += [
+            len(carry.wanted) + stage for stage in carry.tail if carry.depth + stage in (self._ids(carry.old) or ())
+        ]
+        return carry.changes({self.field: ids if isinstance(old, list) else ",".join(map(str, ids))})
+
+
+@dataclass(frozen=True)
+class Ordinal:
+    """The place of a layer in a list of ids (from `base` on): tables and hashes depend on it, so it must stay."""
+
+    field: str
+    base: int = 0
+
+    def value(self, config: Config, layer: int, depth: int) -> Any:
+        ids = read(config, self.field)
+        listed = sorted(set(ids)) if isinstance(ids, list) else []
+        return listed.index(layer + self.base) if layer + self.base in listed else None
+
+    def express(self, carry: Carry) -> Fields | None:
+        if not isinstance(read(carry.old, self.field), list):
+            return {}
+        ids = [place + self.base for place, value in enumerate(carry.wanted) if value is not None]
+        fields = {self.field: ids}
+        return carry.changes(fields) if carry.says(self, fields) else None
+
+
+@dataclass(frozen=True)
+class OwnIndex:
+    """Arithmetic with the layer's own number, with the depth, or with both: where they change, it is another layer."""
+
+    number: bool = True
+    depth: bool = False
+
+    def value(self, config: Config, layer: int, depth: int) -> Any:
+        told = [str(layer)] if self.number else []
+        return " ".join([*told, f"of {depth}"] if self.depth else told)
+
+    def express(self, carry: Carry) -> Fields | None:
+        return {} if carry.says(self) else None
+
+
+@dataclass(frozen=True)
+class Edge:
+    """The first layer, or the last, holds or computes something that no other does."""
+
+    last: bool = False
+
+    def value(self, config: Config, layer: int, depth: int) -> Any:
+        if self.last:
+            return "last" if layer == depth - 1 else "before the last"
+        return "first" if layer == 0 else "after the first"
+
+    def express(self, carry: Carry) -> Fields | None:
+        return {} if carry.says(self) else None
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Inputs that enter the first `count` layers by their number, whatever those layers are."""
+
+    count: int
+
+    def value(self, config: Config, layer: int, depth: int) -> Any:
+        return layer if layer < self.count else None
+
+    def express(self, carry: Carry) -> Fields | None:
+        return {} if carry.says(self) else None
+
+
+@dataclass(frozen=True)
+class PrefixPattern:
+    """Cohere's windows: a period of their own for the dense layers in front, another one behind, both counted anew."""
+
+    count: str
+    front: str
+    behind: str
+    hit: Any
+    miss: Any
+
+    def value(self, config: Config, layer: int, depth: int) -> Any:
+        leading = number(config, self.count, 0)
+        place, field, default = (layer, self.front, 1) if layer < leading else (layer - leading, self.behind, 4)
+        return self.hit if (place + 1) % max(1, number(config, field, default)) == 0 else self.miss
+
+    def express(self, carry: Carry) -> Fields | None:
+        return {} if carry.says(self) else None
+
+
+@dataclass(frozen=True)
+class SparseShare:
+    """Switch's rule: `count` sparse layers spread over the depth, one in each `depth // count`, from layer 1 on."""
+
+    count: str
+    default: int = 3
+    hit: Any = "sparse"
+    miss: Any = "dense"
+
+    def value(self, config: Config, layer: int, depth: int) -> Any:
+        count = number(config, self.count, self.default)
+        step = depth // count if count > 0 else depth
+        return self.hit if step == 1 or (step > 0 and layer % step == 1) else self.miss
+
+    def express(self, carry: Carry) -> Fields | None:
+        old = number(carry.new, self.count, self.default)
+        for count in sorted(range(len(carry.wanted) + 1), key=lambda count: (abs(count - old), count)):
+            fields = {self.count: count}
+            if carry.says(self, fields):
+                return carry.changes(fields)
+        return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Literal
 
@@ -26,7 +27,8 @@ class Trim(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="operation", tag="trim", omit_defaults=True
 ):
     """`layers`: source layer ids in their new order, `0,6,7`; ranges `0-3` include both ends; a repeat copies the
-    layer again. With `cover` instead, the fewest layers that keep every kind.
+    layer again. Other stacks are named, apart by spaces: `0,6,7 vision=0-1`; a stack that is not named stays whole.
+    With `cover`, the fewest layers of the text decoder that keep every kind.
 
     `mtp`: what becomes of the multi-token-prediction stages; nothing where there are none. `retarget` `last` points
     ids of dropped layers (draft heads' targets) at the last kept ones. `reader` narrows whose facts must hold.
@@ -40,7 +42,8 @@ class Trim(
 
     def resolved(self, draft: Draft) -> Trim:
         """This trim with the layers that `cover` chooses, as the recipe records it."""
-        if bool(self.layers) == self.cover:
+        chosen_by_hand = "" in _chosen(self.layers)
+        if (chosen_by_hand and self.cover) or not (self.layers or self.cover):
             raise UsageError(
                 "either layers or cover chooses what stays", "trim", "write --layers 0,6,7, or --cover, not both"
             )
@@ -49,14 +52,25 @@ class Trim(
         family = require_family(draft.config, "trim")
         assert draft.config is not None
         chosen = cover(family, draft.config, depth_of(family, draft.config), readers_of(family, self.reader))
-        return msgspec.structs.replace(self, layers=compact_ranges(chosen), cover=False)
+        layers = " ".join([compact_ranges(chosen), self.layers]).strip()
+        return msgspec.structs.replace(self, layers=layers, cover=False)
 
     def apply(self, draft: Draft) -> Draft:
         family = require_family(draft.config, "trim")
+        _refuse_listing_files(draft)
+        chosen = _by_stack(self.layers, family)
+        for each in (family, *family.also):
+            kept = chosen.get(each.stack.name)
+            # A stack whose depth another one's count stands in for is given a count of its own.
+            if kept is not None or each.stack.default:
+                draft = self._trimmed(draft, each, kept)
+        return draft
+
+    def _trimmed(self, draft: Draft, family: Family, chosen: str | None) -> Draft:
+        """One stack."""
         assert draft.config is not None
         depth = depth_of(family, draft.config)
-        kept = self._kept(depth)
-        _refuse_listing_files(draft)
+        kept = _kept(chosen, depth) if chosen is not None else list(range(depth))
         parts = parts_of(draft, family, depth)
         stages = list(parts.stages) if self.mtp == "keep" else []
         layers = LayerMap(kept, depth, stages)
@@ -64,7 +78,7 @@ class Trim(
         table = cover_table(
             family, draft.config, depth, readers_of(family, self.reader), kept, len(parts.stages), len(stages)
         )
-        trimmed = changed(trimmed, cover=tuple(table))
+        trimmed = changed(trimmed, cover=(*trimmed.cover, *table))
         tensors, gone = trimmed_tensors(draft, family, parts, layers)
         trimmed = with_tensors(_without_absent(trimmed, parts, kept), tensors, gone)
         before = draft.layers.get(parts.prefix, list(range(depth)))
@@ -80,21 +94,50 @@ class Trim(
             trimmed = noted(trimmed, "trim", note)
         return trimmed
 
-    def _kept(self, depth: int) -> list[int]:
-        if "=" in self.layers:
-            stack = self.layers.partition("=")[0]
-            raise CannotApply(
-                f"no stack {stack!r} can be trimmed beside the text decoder", "--layers", "list text layers only"
-            )
-        kept = parse_ranges(self.layers)
-        outside = sorted({layer for layer in kept if layer >= depth})
-        if outside:
+
+def _chosen(layers: str) -> dict[str, str]:
+    """The ranges by the name of their stack; "" is the main one."""
+    found: dict[str, str] = {}
+    for token in re.sub(r",\s+", ",", layers).split():
+        name, equals, ranges = token.rpartition("=")
+        if name in found:
             raise UsageError(
-                f"no layer {compact_ranges(outside)}; the model has 0 to {depth - 1}",
-                "--layers",
-                f"choose from 0-{depth - 1}",
+                f"two selections for {name or 'the text decoder'}: {found[name]} and {ranges}", "--layers", "write one"
             )
-        return kept
+        if equals and not name:
+            raise UsageError(f"{token!r} names no stack", "--layers", "write vision=0-3, or 0-3 for the text decoder")
+        found[name] = ranges
+    return found
+
+
+def _by_stack(layers: str, family: Family) -> dict[str, str]:
+    """The ranges by the stack's own name. Raises `CannotApply` for a stack that the model does not have."""
+    names = [family.stack.name, *(each.stack.name for each in family.also)]
+    chosen = _chosen(layers)
+    if "" in chosen:
+        if names[0] in chosen:
+            raise UsageError(f"two selections for {names[0]}", "--layers", "write one")
+        chosen = {names[0] if name == "" else name: ranges for name, ranges in chosen.items()}
+    unknown = [name for name in chosen if name not in names]
+    if unknown:
+        raise CannotApply(
+            f"{family.name} has no stack {unknown[0]!r} that can be trimmed; it has {', '.join(names)}",
+            "--layers",
+            f"name one of {', '.join(names)}",
+        )
+    return chosen
+
+
+def _kept(chosen: str, depth: int) -> list[int]:
+    kept = parse_ranges(chosen)
+    outside = sorted({layer for layer in kept if layer >= depth})
+    if outside:
+        raise UsageError(
+            f"no layer {compact_ranges(outside)}; the model has 0 to {depth - 1}",
+            "--layers",
+            f"choose from 0-{depth - 1}",
+        )
+    return kept
 
 
 def depth_of(family: Family, config: Config) -> int:

@@ -10,7 +10,8 @@ from typing import Any
 from surgery.draft import Config, ConfigChange
 from surgery.errors import CannotApply
 from surgery.families.carrying import LayerMap, carry, depth_fields
-from surgery.families.schema import DEPTH_SPELLINGS, Family
+from surgery.families.config_fields import holds, read, with_fields
+from surgery.families.schema import Family, LayerIds
 from surgery.operations.trim_tensors import Parts, split_layer
 from surgery.quantization import carry_list, lists_of, modules_of, unknown_numbers
 
@@ -34,10 +35,10 @@ class _Edit:
     def put(self, field: str, new: Any, rule: str, reader: str = "all", *, top: bool = False) -> None:
         place = self.config if top else self.section
         path = field if top else ".".join((*self.path, field))
-        old = copy.deepcopy(place.get(field))
-        if field not in place or old != new:
+        old = copy.deepcopy(read(place, field))
+        if not holds(place, field) or old != new:
             self.changes.append(ConfigChange(path, old, new, rule, reader))
-            place[field] = new
+            place.update(with_fields(place, {field: new}))
 
 
 def trimmed_config(
@@ -56,8 +57,8 @@ def trimmed_config(
     _judge_lengths(edit, family, layers.depth)
     _refuse_unknown_numbers(config, family)
     changes = carry(family, config, layers, readers)
-    for field in depth_fields(family, family.section(config)[1], layers.depth):
-        edit.put(field, len(layers.kept), "depth count")
+    for field, count in depth_fields(family, family.section(config)[1], layers).items():
+        edit.put(field, count, "depth count")
     for change in changes:
         edit.put(change.field, change.new, change.rule, change.reader)
     _judge_lists(edit, family, config, layers)
@@ -70,8 +71,8 @@ def trimmed_config(
 def _judge_depth(edit: _Edit, family: Family, depth: int) -> None:
     """Every spelling of the count that the file has says the same."""
     for place, path in ((edit.section, edit.path), (edit.config, ())):
-        for field in dict.fromkeys((family.stack.depth, *DEPTH_SPELLINGS)):
-            if field not in place or (place is edit.config and edit.path):
+        for field in dict.fromkeys((family.stack.depth, *family.stack.spellings)):
+            if place.get(field) is None or (place is edit.config and edit.path):
                 continue
             ignored = family.stack.depth_from and any(name in place for name in family.stack.depth_from)
             if place[field] != depth and not ignored:
@@ -86,7 +87,7 @@ def _judge_depth(edit: _Edit, family: Family, depth: int) -> None:
 def _judge_lengths(edit: _Edit, family: Family, depth: int) -> None:
     """A list with one entry a layer has one for each, and more only where entries of MTP stages may follow."""
     for field, has_tail in {"layer_types": False, **family.per_layer_fields()}.items():
-        listed = edit.section.get(field)
+        listed = read(edit.section, field)
         if not isinstance(listed, (list, str)) or not listed:
             continue
         if len(listed) < depth or (len(listed) > depth and not has_tail):
@@ -118,23 +119,47 @@ def _judge_lists(edit: _Edit, family: Family, config: Config, layers: LayerMap) 
 def _carry_ids(edit: _Edit, family: Family, layers: LayerMap, retarget: str) -> None:
     """Ids of layers that are no fact of a layer, such as the targets of a draft head."""
     for ids in family.ids:
-        listed = edit.section.get(ids.field)
-        if not isinstance(listed, list) or not listed:
+        place = edit.config if ids.top else edit.section
+        listed = read(place, ids.field)
+        entries = listed if isinstance(listed, list) else [listed]
+        if listed is None or not entries:
             continue
-        gone = [entry for entry in listed if not isinstance(entry, int) or entry - ids.base not in layers.kept]
+        meant = [_layer_meant(entry, ids, layers.depth) for entry in entries]
+        gone = [entry for entry, layer in zip(entries, meant, strict=True) if layer != -1 and layer not in layers.kept]
         if gone and retarget != "last":
             raise CannotApply(
                 f"{ids.field} names layers {gone}, which are not kept",
                 f"config.json {ids.field}",
-                f"keep them, or --retarget last points the {len(listed)} ids at the last kept layers",
+                f"keep them, or --retarget last points the {len(entries)} ids at the last kept layers",
             )
         if gone:
-            first = max(0, len(layers.kept) - len(listed))
-            new = [ids.base + first + min(j, len(layers.kept) - 1 - first) for j in range(len(listed))]
+            first = max(0, len(layers.kept) - len(entries))
+            places = [first + min(j, len(layers.kept) - 1 - first) for j in range(len(entries))]
             edit.notes.append(f"{ids.field} {listed} points at the last kept layers now: its own are gone")
         else:
-            new = [ids.base + list(layers.kept).index(entry - ids.base) for entry in listed]
-        edit.put(ids.field, new, "ids of layers")
+            places = [-1 if layer == -1 else list(layers.kept).index(layer) for layer in meant if layer is not None]
+        new = [_id_of(at, entry, ids, len(layers.kept)) for at, entry in zip(places, entries, strict=True)]
+        edit.put(ids.field, new if isinstance(listed, list) else new[0], "ids of layers", top=ids.top)
+
+
+def _layer_meant(entry: object, ids: LayerIds, depth: int) -> int | None:
+    """The layer that an id names; -1 for what goes into the first layer, None for no layer of the model."""
+    if not isinstance(entry, int) or isinstance(entry, bool):
+        return None
+    if not ids.hidden_states:
+        layer = entry - ids.base
+    else:
+        layer = (entry if entry >= 0 else depth + 1 + entry) - 1
+        if layer == -1:
+            return -1
+    return layer if 0 <= layer < depth else None
+
+
+def _id_of(place: int, entry: int, ids: LayerIds, depth: int) -> int:
+    """The id of a layer at its new place, counted from the end where it was."""
+    if not ids.hidden_states:
+        return place + ids.base
+    return place + 1 if entry >= 0 else place + 1 - (depth + 1)
 
 
 def _count_stages(edit: _Edit, family: Family, layers: LayerMap, parts: Parts) -> None:
@@ -144,9 +169,9 @@ def _count_stages(edit: _Edit, family: Family, layers: LayerMap, parts: Parts) -
         return
     for field in mtp.counts:
         for place in ((edit.section, False), (edit.config, True)) if edit.path else ((edit.section, False),):
-            if field not in place[0]:
+            if not holds(place[0], field):
                 continue
-            count = place[0][field]
+            count = read(place[0], field)
             if parts.stages and not layers.stages:
                 edit.put(field, 0, "MTP dropped", top=place[1])
             elif count and not parts.stages:

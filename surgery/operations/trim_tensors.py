@@ -118,8 +118,8 @@ def trimmed_tensors(
     draft: Draft, family: Family, parts: Parts, layers: LayerMap
 ) -> tuple[dict[str, Content], dict[str, str]]:
     """Kept layers under their new numbers, MTP stages behind them; everything else as it is. And what is left out."""
-    moved = dict(_moved(draft, parts, layers))
-    gone = _gone(parts, layers)
+    moved = dict(_moved(draft, family, parts, layers))
+    gone = _gone(family, parts, layers)
     in_stack = {name for names in parts.layers.values() for name in names}
     if parts.behind:
         in_stack |= {name for names in parts.stages.values() for name in names}
@@ -135,11 +135,16 @@ def trimmed_tensors(
     return tensors, gone
 
 
-def _moved(draft: Draft, parts: Parts, layers: LayerMap) -> Iterator[tuple[str, Content]]:
+def _moved(draft: Draft, family: Family, parts: Parts, layers: LayerMap) -> Iterator[tuple[str, Content]]:
     for place, source in enumerate(layers.kept):
         width = len(f"{parts.prefix}{source}")
         for name in parts.layers[source]:
-            yield f"{parts.prefix}{place}{name[width:]}", draft.tensors[name]
+            if not (family.first_only and name.endswith(family.first_only)):
+                yield f"{parts.prefix}{place}{name[width:]}", draft.tensors[name]
+        if place == 0:
+            # What the first layer holds for all of them stays in the first layer, whichever that is now.
+            for name in _held_for_all(family, parts):
+                yield name, draft.tensors[name]
     if parts.behind:
         for stage in layers.stages:
             width = len(f"{parts.prefix}{parts.depth + stage}")
@@ -147,9 +152,15 @@ def _moved(draft: Draft, parts: Parts, layers: LayerMap) -> Iterator[tuple[str, 
                 yield f"{parts.prefix}{len(layers.kept) + stage}{name[width:]}", draft.tensors[name]
 
 
-def _gone(parts: Parts, layers: LayerMap) -> dict[str, str]:
+def _held_for_all(family: Family, parts: Parts) -> list[str]:
+    return [name for name in parts.layers[0] if name.endswith(family.first_only)] if family.first_only else []
+
+
+def _gone(family: Family, parts: Parts, layers: LayerMap) -> dict[str, str]:
     wanted = set(layers.kept)
     gone = {name: LAYER_GONE for layer, names in parts.layers.items() if layer not in wanted for name in names}
+    for name in _held_for_all(family, parts):
+        gone.pop(name, None)
     if parts.stages and not layers.stages:
         gone |= {name: MTP_GONE for names in parts.stages.values() for name in names}
         gone |= dict.fromkeys(parts.shared_mtp, MTP_GONE)

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from surgery.checkpoint import Checkpoint
+from surgery.families.config_fields import read
 from surgery.families.records import find_family, model_type
-from surgery.families.schema import DEPTH_SPELLINGS, Family
+from surgery.families.schema import Family
 from surgery.layer_ranges import compact_ranges
 from surgery.safetensors_file import StoredTensor
 from surgery.verifying.loading_parts import check_code, check_embeddings, check_experts, check_mtp, check_ties
@@ -76,8 +77,8 @@ class _Layers:
 
     def _check_spellings(self, depth: int) -> None:
         ignored = any(field in self._section for field in self._family.stack.depth_from)
-        for field in DEPTH_SPELLINGS:
-            if field in self._section and self._section[field] != depth and not ignored:
+        for field in self._family.stack.spellings:
+            if self._section.get(field) is not None and self._section[field] != depth and not ignored:
                 self._findings.fault(
                     "depth",
                     f"{field} is {self._section[field]!r}, {self._family.stack.depth} is {depth}",
@@ -85,7 +86,7 @@ class _Layers:
                     "correct the wrong one",
                 )
         for field, has_tail in {"layer_types": False, **self._family.per_layer_fields()}.items():
-            value = self._section.get(field)
+            value = read(self._section, field)
             if (
                 isinstance(value, (list, str))
                 and value
@@ -113,7 +114,7 @@ class _Layers:
         found: dict[int, int] = {}
         for name, tensor in self._tensors.items():
             split = self._split(name)
-            if split is not None:
+            if split is not None and not name.endswith(self._family.first_only or ("\0",)):
                 layer, rest = split
                 found[layer] = (found.get(layer, 0) + hash((rest, tensor.shape))) & _MASK
         return found
