@@ -99,6 +99,8 @@ _PART = {name: _SIZES[name] for name in ("vocab_size", "hidden_size", "intermedi
          "num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window")}  # fmt: skip
 _PART |= {"num_hidden_layers": DEPTH, "query_pre_attn_scalar": 8}
 
+_MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+
 # What a type needs besides: fields that make its layers differ, and sizes that the names above do not cover.
 NEEDS: dict[str, dict[str, Any]] = {
     "afmoe": {"num_dense_layers": 2, "global_attn_every_n_layers": 3},
@@ -167,6 +169,22 @@ NEEDS: dict[str, dict[str, Any]] = {
     "mistral4": {**_LATENT, "first_k_dense_replace": 2, "head_dim": 16},
     "modernbert-decoder": {"local_attention": 16},
     "plbart": {"encoder_attention_heads": 4, "decoder_attention_heads": 4},
+    "glm4v_text": {"head_dim": 16, "rope_parameters": _MROPE | {"partial_rotary_factor": 0.5}},
+    "glm4v_moe_text": {
+        "head_dim": 16,
+        "first_k_dense_replace": 2,
+        "rope_parameters": _MROPE | {"partial_rotary_factor": 0.5},
+    },
+    "glm5_next_text": {
+        **_LATENT,
+        "qk_rope_head_dim": 0,
+        "index_kpool": 2,
+        "layer_types": ["linear_attention", "linear_attention", "indexed_attention"] * 2,
+        "indexer_types": ["full"] * 6,
+        "linear_attn_config": {"head_dim": 8, "num_heads": 4},
+    },
+    "qwen2_vl_text": {"rope_parameters": _MROPE},
+    "qwen2_5_vl_text": {"rope_parameters": _MROPE},
     "qwen2": {"use_sliding_window": True, "max_window_layers": 3},
     "qwen2_moe": {"use_sliding_window": True, "max_window_layers": 4, "mlp_only_layers": [1]},
     "qwen3_moe": {"decoder_sparse_step": 2, "mlp_only_layers": [3]},
@@ -217,14 +235,74 @@ def config_of(kind: str, **fields: Any) -> PretrainedConfig:
     from transformers import CONFIG_MAPPING
 
     made = CONFIG_MAPPING[kind]
-    known = made().to_dict() if kind not in _NO_DEFAULT else dict.fromkeys(made.__dataclass_fields__)
+    known = made().to_dict()
     known.update(dict.fromkeys(getattr(made, "attribute_map", {})))
-    shrunk = {name: value for name, value in _SIZES.items() if name in known and known.get(name, 1) != "absent"}
+    shrunk = {name: value for name, value in _SIZES.items() if name in known}
     shrunk.update({name: DEPTH for name in _DEPTHS if name in known})
     return made(**{**shrunk, **NEEDS.get(kind, {}), **fields})
 
 
-_NO_DEFAULT: frozenset[str] = frozenset()
+_TOWER: dict[str, Any] = {
+    "hidden_size": 16,
+    "embed_dim": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "depth": 4,
+    "num_attention_heads": 2,
+    "num_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+    "projection_dim": 16,
+    "out_hidden_size": 32,
+    "fullatt_block_indexes": [1, 3],
+    "deepstack_visual_indexes": [1],
+    "num_position_embeddings": 16,
+}
+# Wrappers: the text decoder inside, and fields of the wrapper's own.
+WRAPPED: dict[str, tuple[str, dict[str, Any]]] = {
+    "llava": ("llama", {"vision_feature_layer": -2}),
+    "llava_next": ("mistral", {}),
+    "paligemma": ("gemma", {}),
+    "gemma3": ("gemma3_text", {}),
+    "mistral3": ("mistral", {}),
+    "internvl": ("qwen2", {}),
+    "idefics3": ("llama", {}),
+    "aya_vision": ("cohere2", {}),
+    "aria": ("aria_text", {}),
+    "qwen2_vl": ("qwen2_vl_text", {}),
+    "qwen2_5_vl": ("qwen2_5_vl_text", {}),
+    "qwen3_vl": ("qwen3_vl_text", {}),
+    "qwen3_vl_moe": ("qwen3_vl_moe_text", {}),
+    "qwen3_5": ("qwen3_5_text", {}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {}),
+    "glm4v": ("glm4v_text", {}),
+    "glm4v_moe": ("glm4v_moe_text", {}),
+    "glm5_next": ("glm5_next_text", {}),
+    "llama4": ("llama4_text", {}),
+    "mllama": ("mllama_text_model", {}),
+    "kimi_k25": ("deepseek_v3", {}),
+    "minimax_m3_vl": ("minimax_m3_vl_text", {}),
+    "step3p7": ("step3p5", {}),
+    "exaone4_5": ("exaone4", {}),
+    "lfm2_vl": ("lfm2", {}),
+}
+
+
+def wrapped_config(kind: str) -> PretrainedConfig:
+    """A wrapper around a tiny text decoder, with a tower of four layers."""
+    from transformers import CONFIG_MAPPING
+
+    text, fields = WRAPPED[kind]
+    made = CONFIG_MAPPING[kind]
+    tower = made().to_dict().get("vision_config") or {}
+    small = {name: value for name, value in _TOWER.items() if name in tower and tower[name] is not None}
+    if "model_type" in tower:
+        small["model_type"] = tower["model_type"]
+    inner = {key: value for key, value in config_of(text).to_dict().items() if key != "transformers_version"}
+    return made(**{"text_config": inner, "vision_config": {**small, **_VISION_NEEDS.get(kind, {})}, **fields})
+
+
+_VISION_NEEDS: dict[str, dict[str, Any]] = {}
 
 
 def build(kind: str, directory: Path, *, seed: int = 0, **fields: Any) -> Path:
@@ -233,7 +311,8 @@ def build(kind: str, directory: Path, *, seed: int = 0, **fields: Any) -> Path:
 
     tiny_models._quiet()
     torch.manual_seed(seed)
-    model = class_of(kind)(config_of(kind, **fields)).to(torch.float32)
+    config = wrapped_config(kind) if kind in WRAPPED else config_of(kind, **fields)
+    model = class_of(kind)(config).to(torch.float32)
     tiny_models._randomise(model, seed)
     directory.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory, max_shard_size="20KB")
@@ -244,8 +323,8 @@ def class_of(kind: str) -> type[PreTrainedModel]:
     from transformers import CONFIG_MAPPING
     from transformers.models.auto import modeling_auto
 
-    for mapping in (modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
-                    modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):  # fmt: skip
+    for task in ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT", "CAUSAL_LM"):
+        mapping = getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING")
         if CONFIG_MAPPING[kind] in mapping:
             found = mapping[CONFIG_MAPPING[kind]]
             return found[0] if isinstance(found, (list, tuple)) else found
@@ -310,6 +389,8 @@ def cut_in_memory(directory: Path, kind: str, layers: list[int]) -> PreTrainedMo
             for attribute in ("layer_idx", "layer_id", "layer_number"):
                 if hasattr(module, attribute):
                     setattr(module, attribute, new)
+    if hasattr(holder, "cross_attention_layers"):
+        holder.cross_attention_layers = [new for new, old in enumerate(layers) if old in holder.cross_attention_layers]
     for field, value in list(vars(config).items()):
         if isinstance(value, list) and len(value) == DEPTH and field != "architectures":
             setattr(config, field, [value[old] for old in layers])
@@ -327,6 +408,10 @@ def logits(model: PreTrainedModel) -> Any:
     given: dict[str, Any] = {"input_ids": ids}
     if model.config.is_encoder_decoder:
         given = {"input_ids": ids, "decoder_input_ids": ids}
+    if model.main_input_name == "input_features":
+        frames = 2 * model.config.max_source_positions
+        sound = torch.linspace(-1, 1, model.config.num_mel_bins * frames).reshape(1, -1, frames)
+        given = {"input_features": sound, "decoder_input_ids": ids}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -20,7 +20,7 @@ LAYERS = [
     ["errors", "kernel"],
     ["dtypes", "sizes", "layer_ranges"],
     ["regular_file"],
-    ["header_json"],
+    ["header_json", "skeleton"],
     ["safetensors_file"],
     ["storage"],
     ["side_files"],

@@ -268,7 +268,7 @@ def refuse_sources_inside(out: Path, files: Iterable[Path]) -> None:
     resolved = _resolved(out)
     for path in files:
         if path.resolve().is_relative_to(resolved):
-            raise UsageError(f"{path} of the source lies inside OUT, through a link", str(out), "name an OUT elsewhere")
+            raise UsageError(f"{path} of the source lies inside OUT", str(out), "name an OUT elsewhere")
 
 
 def remove_leftovers(out: Path) -> None:

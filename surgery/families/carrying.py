@@ -11,7 +11,7 @@ from typing import Any
 
 from surgery.errors import CannotApply
 from surgery.families.config_fields import with_fields
-from surgery.families.rules import Carry
+from surgery.families.rules import Carry, Rule
 from surgery.families.schema import READERS, Config, Facts, Family
 from surgery.layer_ranges import compact_ranges
 
@@ -82,7 +82,7 @@ def _problems_of(family: Family, config: Config, layers: LayerMap, readers: Sequ
             new = with_fields(new, fields)
             for field, value in fields.items():
                 changes.append(Change(field, value, one.name, reader if "any" not in one.rules else "all"))
-    fault = _changed_kind(family, config, new, facts, layers)
+    fault = changed_kind(family, config, replaced_section(family, config, new), layers, readers)
     return fault if fault else changes
 
 
@@ -108,10 +108,13 @@ def _wanted(family: Family, facts: Sequence[Facts], name: str, layers: LayerMap)
     return wanted
 
 
-def _changed_kind(family: Family, config: Config, new: Config, facts: dict[str, list[Facts]], layers: LayerMap) -> str:
-    """The recheck: every kept layer is, under the new config, what it was under the old one, references included."""
-    whole = replaced_section(family, config, new)
-    for reader, old_facts in facts.items():
+def changed_kind(family: Family, config: Config, whole: Config, layers: LayerMap, readers: Sequence[str]) -> str:
+    """The recheck: every kept layer is, under the new config `whole`, what it was under the old one, references and MTP
+    stages included. Returns what is not; nothing where all is."""
+    for reader in readers:
+        old_facts = family.all_facts(config, layers.depth, reader)
+        if stage := _changed_stage(family, config, whole, layers, reader):
+            return stage
         new_facts = family.all_facts(whole, len(layers.kept), reader)
         wrong = [j for j, source in enumerate(layers.kept) if new_facts[j] != old_facts[source]]
         if wrong:
@@ -130,6 +133,29 @@ def _changed_kind(family: Family, config: Config, new: Config, facts: dict[str, 
                 if reference.target(new_facts, j) != meant:
                     return f"layer {source} would take its {reference.name.removesuffix('_from')} from another layer"
     return ""
+
+
+def _changed_stage(family: Family, config: Config, whole: Config, layers: LayerMap, reader: str) -> str:
+    """vLLM evaluates some rules at the number of an MTP stage, which changes where stages lie behind the layers."""
+    mtp = family.mtp
+    if mtp is None or reader != "vllm":
+        return ""
+    old, new = family.section(config)[1], family.section(whole)[1]
+    for name in mtp.same_kind:
+        rule = next((one.rule(reader) for one in family.fact_list if one.name == name), None)
+        for place, stage in enumerate(layers.stages):
+            before, after = (layers.depth + stage, len(layers.kept) + place) if mtp.behind else (stage, place)
+            if rule is None or _value(rule, old, before, layers.depth) == _value(rule, new, after, len(layers.kept)):
+                continue
+            return (
+                f"MTP stage {stage} would change its kind for {reader}: its {name} is read at number {before} now, and "
+                f"would be read at {after}"
+            )
+    return ""
+
+
+def _value(rule: Rule, section: Config, layer: int, depth: int) -> Any:
+    return rule.value(section, layer, max(depth, layer + 1))
 
 
 def _missing_producer(family: Family, facts: dict[str, list[Facts]], layers: LayerMap) -> str:

@@ -5,8 +5,9 @@ A kind is the whole set of a layer's facts, for every reader, taken together.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from itertools import product
+from itertools import combinations, product
 from typing import Any
 
 import msgspec
@@ -16,6 +17,9 @@ from surgery.families.carrying import LayerMap, closure, works
 from surgery.families.schema import Config, Family
 
 MAX_TRIED = 20_000
+MAX_EXTRA = 4
+MAX_SEARCH_SECONDS = 5.0
+"""Layers beyond one of each kind that are tried, and for how long, where no config can say less."""
 CANDIDATES_A_KIND = 6
 """Layers of each kind that are tried: its first ones, its last, and so both sides of every boundary."""
 
@@ -64,23 +68,35 @@ def cover(family: Family, config: Config, depth: int, readers: Sequence[str], ne
         raise CannotApply(
             f"no layer is of a kind named {unknown[0]!r}", "--need", f"the kinds are: {'; '.join(groups)}"
         )
-    best: list[int] | None = None
-    for tried, choice in enumerate(product(*(_candidates(layers) for layers in wanted.values()))):
-        if tried > MAX_TRIED:
-            break
-        selection = closure(family, config, choice, depth, readers)
-        if best is not None and len(selection) >= len(best):
-            continue
-        if works(family, config, LayerMap(selection, depth), readers):
-            best = selection
-            if len(best) == len(wanted):
-                break
+    best = _fewest(family, config, depth, readers, list(wanted.values()))
     if best is None:
         raise CannotApply(
-            "no small selection holds every kind in an order that a config can say",
+            "no small selection was found that holds every kind in an order that a config can say",
             "cover",
             "choose layers by hand, or ask less with --need or --for",
         )
+    return best
+
+
+def _fewest(
+    family: Family, config: Config, depth: int, readers: Sequence[str], groups: Sequence[Sequence[int]]
+) -> list[int] | None:
+    """One layer of each group, their producers, and where no config can say that order, further layers between."""
+    best: list[int] | None = None
+    until = time.monotonic() + MAX_SEARCH_SECONDS
+    candidates = sorted({layer for layers in groups for layer in _candidates(layers)})
+    for extra in range(MAX_EXTRA + 1):
+        if best is not None and len(best) <= len(groups) + extra:
+            break
+        for tried, choice in enumerate(product(*(_candidates(layers) for layers in groups))):
+            if tried > MAX_TRIED or time.monotonic() > until:
+                break
+            for added in combinations([layer for layer in candidates if layer not in choice], extra):
+                selection = closure(family, config, [*choice, *added], depth, readers)
+                if best is not None and len(selection) >= len(best):
+                    continue
+                if works(family, config, LayerMap(selection, depth), readers):
+                    best = selection
     return best
 
 

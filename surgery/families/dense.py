@@ -80,8 +80,8 @@ DENSE = (
         ),
         references=(_GEMMA_KV,),
         depth_sliced=(
-            DepthSliced("embed_tokens_per_layer.weight", axis=1),
-            DepthSliced("per_layer_model_projection.weight", axis=0),
+            DepthSliced("embed_tokens_per_layer", axis=1),
+            DepthSliced("per_layer_model_projection", axis=0),
         ),
     ),
     Family(
@@ -96,8 +96,8 @@ DENSE = (
         ),
         references=(_GEMMA_KV,),
         depth_sliced=(
-            DepthSliced("embed_tokens_per_layer.weight", axis=1),
-            DepthSliced("per_layer_model_projection.weight", axis=0),
+            DepthSliced("embed_tokens_per_layer", axis=1),
+            DepthSliced("per_layer_model_projection", axis=0),
         ),
         last_layer=("attention", FULL),
     ),

@@ -6,10 +6,11 @@ Read in transformers 5.24 `models/<type>/` and vLLM 0.33 `model_executor/models/
 from __future__ import annotations
 
 from surgery.families.dense import FULL, MODEL_LAYERS, SLIDING
+from surgery.families.list_rules import ByOrdinal
 from surgery.families.moe import BEHIND, QWEN_EXPERTS
 from surgery.families.rules import Always, Every, Leading, PerLayer
 from surgery.families.schema import Family, LayerIds, Mtp, Reference, Stack, fact
-from surgery.families.special_rules import CountedHead, DenseThenSparse, Spaced
+from surgery.families.special_rules import CountedHead, Cycle, DenseThenSparse, Several, Spaced
 
 LINEAR = "linear_attention"
 _INTERVAL = PerLayer("layer_types", Every("full_attention_interval", FULL, LINEAR, period=4))
@@ -22,11 +23,14 @@ _INDEX_FIXED = PerLayer("index_topk_pattern", _SCHEDULE, codes={"F": "full", "S"
 _LETTERS = {"M": LINEAR, "E": "moe", "*": FULL, "-": "mlp", "mamba": LINEAR, "attention": FULL}
 _PATTERN = PerLayer("hybrid_override_pattern", Always(None), codes=_LETTERS, add=False)
 
+_BLOCKS = PerLayer("layers_block_type", _PATTERN, codes=_LETTERS, add=False)
+
 _COMPRESSED = {
     0: SLIDING,
     4: "compressed_sparse_attention",
     128: "heavily_compressed_attention",
 }
+_INTERLEAVED = Cycle((_COMPRESSED[128], _COMPRESSED[4]), first=(_COMPRESSED[128],) * 2)
 _HASH_HEAD = PerLayer("mlp_layer_types", Leading("num_hash_layers", "hash_moe", "moe", default=3), add=False)
 
 HYBRID = (
@@ -40,7 +44,15 @@ HYBRID = (
                 "attention",
                 Every("attn_layer_period", "attention", "mamba", 8, offset_field="attn_layer_offset", offset=4),
             ),
-            fact("mlp", Every("expert_layer_period", "moe", "dense", 2, offset_field="expert_layer_offset", offset=1)),
+            fact(
+                "mlp",
+                Several(
+                    "num_experts",
+                    Every("expert_layer_period", "moe", "dense", 2, offset_field="expert_layer_offset", offset=1),
+                    Always("dense"),
+                    default=16,
+                ),
+            ),
         ),
     ),
     Family(
@@ -55,7 +67,7 @@ HYBRID = (
         (
             fact(
                 "block",
-                transformers=PerLayer("layers_block_type", _PATTERN, codes=_LETTERS, add=False),
+                transformers=_BLOCKS,
                 vllm=PerLayer(
                     "hybrid_override_pattern",
                     PerLayer("layers_block_type", Always(None), codes=_LETTERS, add=False),
@@ -63,6 +75,7 @@ HYBRID = (
                     add=False,
                 ),
             ),
+            fact("width", ByOrdinal("intermediate_size", _BLOCKS, "mlp")),
         ),
         mtp=Mtp(prefixes=("mtp.",), sublayers="mtp_hybrid_override_pattern"),
     ),
@@ -72,7 +85,7 @@ HYBRID = (
         "transformers models/qwen3_next; vLLM qwen3_next.py, qwen3_next_mtp.py",
         MODEL_LAYERS,
         (fact("attention", _INTERVAL), fact("mlp", QWEN_EXPERTS)),
-        mtp=Mtp(prefixes=("mtp.",)),
+        mtp=Mtp(prefixes=("mtp.",), same_kind=("mlp",)),
     ),
     Family(
         "qwen3_5",
@@ -112,8 +125,7 @@ HYBRID = (
                 "attention",
                 PerLayer(
                     "layer_types",
-                    PerLayer("compress_ratios", Always(None), codes=_COMPRESSED, add=False, tail=True),
-                    add=False,
+                    PerLayer("compress_ratios", _INTERLEAVED, codes=_COMPRESSED, add=False, tail=True),
                 ),
             ),
             fact("mlp", transformers=_HASH_HEAD, vllm=CountedHead(_HASH_HEAD, "hash_moe", "moe")),

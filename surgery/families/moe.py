@@ -8,7 +8,7 @@ from surgery.families.schema import Family, Mtp, fact
 from surgery.families.special_rules import DenseThenSparse, SparseStep
 
 QWEN_EXPERTS = SparseStep("decoder_sparse_step", "mlp_only_layers", ("num_experts", "num_local_experts"))
-BEHIND = Mtp(behind=True)
+BEHIND = Mtp(behind=True, same_kind=("mlp",))
 
 # Llama 4 has two readers of two fields: a list of MoE layers, and a step.
 _NO_ROPE = PerLayer("no_rope_layers", Every("no_rope_layer_interval", 0, 1, period=4))
@@ -89,11 +89,16 @@ MOE = (
     Family(
         "gpt_oss",
         ("gpt_oss",),
-        "transformers models/gpt_oss: without `layer_types`, every second layer is full",
+        "transformers models/gpt_oss: without `layer_types`, every second layer is full; vLLM gpt_oss.py never reads "
+        "it (layer_idx % 2 == 0 has the window)",
         MODEL_LAYERS,
         (
             fact("mlp", Always("moe")),
-            fact("attention", PerLayer("layer_types", Every(None, FULL, SLIDING, period=2))),
+            fact(
+                "attention",
+                transformers=PerLayer("layer_types", Every(None, FULL, SLIDING, period=2)),
+                vllm=Every(None, FULL, SLIDING, period=2),
+            ),
         ),
     ),
     Family(

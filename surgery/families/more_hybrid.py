@@ -6,12 +6,13 @@ Read in transformers 5.24 `models/<type>/configuration_<type>.py`.
 from __future__ import annotations
 
 from surgery.families.dense import FULL, MODEL_LAYERS, SLIDING
+from surgery.families.list_rules import Ordinal, Tiled
 from surgery.families.moe import BEHIND
 from surgery.families.more_moe import leading, mlp_types
 from surgery.families.rules import Always, Every, Leading, Listed, PerLayer
 from surgery.families.schema import Family, Mtp, Reference, Stack, fact
 from surgery.families.sliding import types
-from surgery.families.special_rules import Cycle, DenseThenSparse, Ordinal, OwnIndex, Spaced, Tiled
+from surgery.families.special_rules import Cycle, DenseThenSparse, OwnIndex, Spaced
 
 LINEAR, CONV, INDEXED = "linear_attention", "conv", "indexed_attention"
 _INDICES = Reference("indices_from", ("indexer", "shared"), ("indexer", "full"))

@@ -6,21 +6,12 @@ Read in transformers 5.24 `models/<type>/configuration_<type>.py`, and for vLLM 
 from __future__ import annotations
 
 from surgery.families.dense import FULL, MODEL_LAYERS, SLIDING
+from surgery.families.list_rules import IdText
 from surgery.families.moe import BEHIND, QWEN_EXPERTS
 from surgery.families.rules import Always, Every, FromLayer, Leading, PerLayer, Rule, Switch
 from surgery.families.schema import Fact, Family, Mtp, Stack, fact
 from surgery.families.sliding import every, types
-from surgery.families.special_rules import (
-    All,
-    Cycle,
-    DenseThenSparse,
-    Edge,
-    IdText,
-    PrefixPattern,
-    Ranged,
-    Spaced,
-    SparseStep,
-)
+from surgery.families.special_rules import All, Cycle, DenseThenSparse, Edge, PrefixPattern, Ranged, Spaced, SparseStep
 
 _MOE = fact("mlp", Always("moe"))
 _WINDOW = fact("attention", Switch(("sliding_window",), Always(SLIDING), Always(FULL)))
@@ -230,8 +221,8 @@ MORE_MOE = (
         (_MOE, types(Always(None)), fact("place", Edge())),
     ),
     Family(
-        "step3p7_text",
-        ("step3p7_text", "step3p5"),
+        "step3p5",
+        ("step3p5",),
         "transformers models/step3p7: lists may go on behind the layers with entries of MTP stages",
         MODEL_LAYERS,
         (

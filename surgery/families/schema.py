@@ -109,13 +109,21 @@ class Mtp:
 
     `counts` are the config fields that count them, in the text section or at the top. Stages under a prefix are
     numbered directly behind it (`mtp.0.`) or behind `layers.` (`mtp.layers.0.`); `sublayers` is a string field with a
-    letter for each physical layer of one stage.
+    letter for each physical layer of one stage. `same_kind` are facts that vLLM evaluates at a stage's own number
+    (behind the layers, or from 0): a stage that moves must stay what it was.
     """
 
     behind: bool = False
     prefixes: tuple[str, ...] = ()
     counts: tuple[str, ...] = ("num_nextn_predict_layers",)
     sublayers: str = ""
+    same_kind: tuple[str, ...] = ()
+
+    def stages(self, physical: int, section: Config) -> int:
+        """How many stages so many numbered parts are."""
+        pattern = section.get(self.sublayers) if self.sublayers else None
+        width = len(pattern) if isinstance(pattern, (str, list)) and pattern else 1
+        return -(-physical // width)
 
 
 @dataclass(frozen=True)
@@ -134,9 +142,10 @@ class LayerIds:
 
 @dataclass(frozen=True)
 class DepthSliced:
-    """A tensor outside the layers whose axis `axis` is the layers one after another, `depth` equal blocks."""
+    """A module outside the layers whose weight's axis `axis` is the layers one after another, `depth` equal blocks.
+    Scales that have that axis are cut along."""
 
-    suffix: str
+    module: str
     axis: int
 
 

@@ -7,9 +7,10 @@ vLLM takes transformers' config, so its lists, for all of them.
 from __future__ import annotations
 
 from surgery.families.dense import FULL, MODEL_LAYERS, SLIDING
+from surgery.families.list_rules import Counted
 from surgery.families.rules import Always, Every, Listed, PerLayer, Rule, Switch
 from surgery.families.schema import Fact, Family, Mtp, Stack, fact
-from surgery.families.special_rules import Counted, Cycle, Edge
+from surgery.families.special_rules import Cycle, Edge
 
 NO_ROPE = PerLayer("no_rope_layers", Every("no_rope_layer_interval", 0, 1, period=4))
 
@@ -89,7 +90,8 @@ SLIDING_DECODERS = (
     Family(
         "gpt_neo",
         ("gpt_neo",),
-        "transformers models/gpt_neo: attention_types, pairs of kinds and repeats, must add up to the depth; saved beside their expansion",
+        "transformers models/gpt_neo: attention_types, pairs of kinds and repeats, must add up to the depth; "
+        "saved beside their expansion",
         Stack("text", ("transformer.h.", "h."), depth="num_layers"),
         (
             fact("attention", Counted("attention_types", ("global", "local"))),

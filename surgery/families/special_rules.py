@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from surgery.families.config_fields import Config, Fields, number, read
+from surgery.families.config_fields import Config, Fields, number
 from surgery.families.rules import Carry, Rule
 
 
@@ -163,43 +163,6 @@ class Cycle:
 
 
 @dataclass(frozen=True)
-class Tiled:
-    """A list that is read again and again until every layer has an entry (`block_types * 100`)."""
-
-    field: str
-    default: tuple[Any, ...]
-
-    def value(self, config: Config, layer: int, depth: int) -> Any:
-        listed = read(config, self.field)
-        listed = listed if isinstance(listed, list) and listed else self.default
-        return listed[layer % len(listed)]
-
-    def express(self, carry: Carry) -> Fields | None:
-        return {} if carry.says(self) else {self.field: list(carry.wanted)}
-
-
-@dataclass(frozen=True)
-class Counted:
-    """GPT-Neo's list of `[[kinds], repeats]` pairs, expanded to one kind a layer."""
-
-    field: str
-    default: tuple[Any, ...]
-
-    def value(self, config: Config, layer: int, depth: int) -> Any:
-        listed = [
-            kind
-            for pair in read(config, self.field) or ()
-            if isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], list) and isinstance(pair[1], int)
-            for kind in pair[0] * min(pair[1], depth)
-        ] or list(self.default)
-        return listed[layer % len(listed)] if layer < depth else None
-
-    def express(self, carry: Carry) -> Fields | None:
-        # The reader checks that the expanded length is the depth, so the list is written whenever the depth changes.
-        return carry.changes({self.field: [[list(carry.wanted), 1]]})
-
-
-@dataclass(frozen=True)
 class All:
     """`hit` where every rule gives its own hit (`True`), else `miss`."""
 
@@ -242,59 +205,6 @@ class Ranged:
                 if carry.says(self, fields):
                     return carry.changes(fields)
         return None
-
-
-@dataclass(frozen=True)
-class IdText:
-    """Ids of layers as a text with commas (`3,4,5`), or as a list; without the field, `otherwise`."""
-
-    field: str
-    inside: Any
-    outside: Any
-    otherwise: Rule
-
-    def _ids(self, config: Config) -> list[int] | None:
-        value = read(config, self.field)
-        entries = value.split(",") if isinstance(value, str) else value
-        if not isinstance(entries, list):
-            return None
-        return [int(entry) for entry in map(str, entries) if entry.strip().isdecimal()]
-
-    def value(self, config: Config, layer: int, depth: int) -> Any:
-        ids = self._ids(config)
-        if ids is None:
-            return self.otherwise.value(config, layer, depth)
-        return self.inside if layer in ids else self.outside
-
-    def express(self, carry: Carry) -> Fields | None:
-        old = read(carry.old, self.field)
-        if self._ids(carry.old) is None and carry.says(self):
-            return {}
-        ids = [place for place, value in enumerate(carry.wanted) if value == self.inside]
-        ids += [
-            len(carry.wanted) + stage for stage in carry.tail if carry.depth + stage in (self._ids(carry.old) or ())
-        ]
-        return carry.changes({self.field: ids if isinstance(old, list) else ",".join(map(str, ids))})
-
-
-@dataclass(frozen=True)
-class Ordinal:
-    """The place of a layer in a list of ids (from `base` on): tables and hashes depend on it, so it must stay."""
-
-    field: str
-    base: int = 0
-
-    def value(self, config: Config, layer: int, depth: int) -> Any:
-        ids = read(config, self.field)
-        listed = sorted(set(ids)) if isinstance(ids, list) else []
-        return listed.index(layer + self.base) if layer + self.base in listed else None
-
-    def express(self, carry: Carry) -> Fields | None:
-        if not isinstance(read(carry.old, self.field), list):
-            return {}
-        ids = [place + self.base for place, value in enumerate(carry.wanted) if value is not None]
-        fields = {self.field: ids}
-        return carry.changes(fields) if carry.says(self, fields) else None
 
 
 @dataclass(frozen=True)
@@ -380,3 +290,22 @@ class SparseShare:
             if carry.says(self, fields):
                 return carry.changes(fields)
         return None
+
+
+@dataclass(frozen=True)
+class Several:
+    """`then` where `field` counts more than one, else `otherwise`."""
+
+    field: str
+    then: Rule
+    otherwise: Rule
+    default: int
+
+    def _rule(self, config: Config) -> Rule:
+        return self.then if number(config, self.field, self.default) > 1 else self.otherwise
+
+    def value(self, config: Config, layer: int, depth: int) -> Any:
+        return self._rule(config).value(config, layer, depth)
+
+    def express(self, carry: Carry) -> Fields | None:
+        return self._rule(carry.new).express(carry)

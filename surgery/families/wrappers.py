@@ -138,7 +138,7 @@ WRAPPERS = (
     ),
     Wrapper(("kimi_k25", "kimi_vl"), "deepseek_v3"),
     Wrapper(("minimax_m3_vl",), "minimax_m3_vl_text"),
-    Wrapper(("step3p7",), "step3p7_text"),
+    Wrapper(("step3p7",), "step3p5"),
     Wrapper(("exaone4_5",), "exaone4"),
     Wrapper(("lfm2_vl",), "lfm2"),
 )

@@ -87,7 +87,14 @@ class Trim(
     def _configured(self, draft: Draft, family: Family, layers: LayerMap, parts: Parts) -> Draft:
         assert draft.config is not None
         config, changes, notes = trimmed_config(
-            draft.config, family, layers, parts, readers_of(family, self.reader), self.retarget, draft.tensors
+            draft.config,
+            family,
+            layers,
+            parts,
+            readers_of(family, self.reader),
+            self.retarget,
+            draft.tensors,
+            mtp_dropped=self.mtp == "drop",
         )
         trimmed = changed(draft, config=config, config_changes=(*draft.config_changes, *changes))
         for note in notes:

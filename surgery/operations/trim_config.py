@@ -9,7 +9,7 @@ from typing import Any
 
 from surgery.draft import Config, ConfigChange
 from surgery.errors import CannotApply
-from surgery.families.carrying import LayerMap, carry, depth_fields
+from surgery.families.carrying import LayerMap, carry, changed_kind, depth_fields
 from surgery.families.config_fields import holds, read, with_fields
 from surgery.families.schema import Family, LayerIds
 from surgery.operations.trim_tensors import Parts, split_layer
@@ -49,6 +49,8 @@ def trimmed_config(
     readers: Sequence[str],
     retarget: str,
     names: Iterable[str],
+    *,
+    mtp_dropped: bool = False,
 ) -> tuple[Config, list[ConfigChange], list[str]]:
     """The config of the trimmed model, its changes as old -> new, and notes for a person. `names` are the source's
     tensors."""
@@ -59,12 +61,16 @@ def trimmed_config(
     changes = carry(family, config, layers, readers)
     for field, count in depth_fields(family, family.section(config)[1], layers).items():
         edit.put(field, count, "depth count")
+        if edit.path and edit.config.get(field) == layers.depth:
+            edit.put(field, count, "depth count", top=True)
     for change in changes:
         edit.put(change.field, change.new, change.rule, change.reader)
     _judge_lists(edit, family, config, layers)
     _carry_ids(edit, family, layers, retarget)
-    _count_stages(edit, family, layers, parts)
+    _count_stages(edit, family, parts, mtp_dropped=mtp_dropped)
     _carry_lists(edit, layers, parts, names)
+    if fault := changed_kind(family, config, edit.config, layers, readers):
+        raise CannotApply(fault, "trim", "this is a fault of ours: report it with the config")
     return edit.config, edit.changes, edit.notes
 
 
@@ -130,16 +136,29 @@ def _carry_ids(edit: _Edit, family: Family, layers: LayerMap, retarget: str) -> 
             raise CannotApply(
                 f"{ids.field} names layers {gone}, which are not kept",
                 f"config.json {ids.field}",
-                f"keep them, or --retarget last points the {len(entries)} ids at the last kept layers",
+                f"keep them, or --retarget last points the {len(gone)} of them at the last kept layers",
             )
+        places = _places(ids, entries, meant, layers)
         if gone:
-            first = max(0, len(layers.kept) - len(entries))
-            places = [first + min(j, len(layers.kept) - 1 - first) for j in range(len(entries))]
-            edit.notes.append(f"{ids.field} {listed} points at the last kept layers now: its own are gone")
-        else:
-            places = [-1 if layer == -1 else list(layers.kept).index(layer) for layer in meant if layer is not None]
+            edit.notes.append(f"{ids.field}: {gone} point at the last kept layers now: their own are gone")
         new = [_id_of(at, entry, ids, len(layers.kept)) for at, entry in zip(places, entries, strict=True)]
         edit.put(ids.field, new if isinstance(listed, list) else new[0], "ids of layers", top=ids.top)
+
+
+def _places(ids: LayerIds, entries: Sequence[Any], meant: Sequence[int | None], layers: LayerMap) -> list[int]:
+    """The new places of layers that ids name; those that are gone get the last kept layers that no id names."""
+    kept = list(layers.kept)
+    named = {kept.index(layer) for layer in meant if layer is not None and layer in kept}
+    free = [place for place in range(len(kept)) if place not in named]
+    missing = sum(layer != -1 and layer not in kept for layer in meant)
+    if missing > len(free):
+        raise CannotApply(
+            f"{ids.field} names {len(entries)} layers, and {len(kept)} are kept: two ids would be one layer",
+            f"config.json {ids.field}",
+            f"keep {len(entries)} layers or more",
+        )
+    spare = iter(free[len(free) - missing :])
+    return [-1 if layer == -1 else kept.index(layer) if layer in kept else next(spare) for layer in meant]
 
 
 def _layer_meant(entry: object, ids: LayerIds, depth: int) -> int | None:
@@ -162,22 +181,26 @@ def _id_of(place: int, entry: int, ids: LayerIds, depth: int) -> int:
     return place + 1 if entry >= 0 else place + 1 - (depth + 1)
 
 
-def _count_stages(edit: _Edit, family: Family, layers: LayerMap, parts: Parts) -> None:
+def _count_stages(edit: _Edit, family: Family, parts: Parts, *, mtp_dropped: bool) -> None:
     """MTP stages are counted from tensors as well as from the config; a count that is right stays."""
     mtp = family.mtp
     if mtp is None:
         return
+    there = mtp.stages(len(parts.stages), edit.section)
     for field in mtp.counts:
         for place in ((edit.section, False), (edit.config, True)) if edit.path else ((edit.section, False),):
             if not holds(place[0], field):
                 continue
             count = read(place[0], field)
-            if parts.stages and not layers.stages:
-                edit.put(field, 0, "MTP dropped", top=place[1])
-            elif count and not parts.stages:
-                edit.notes.append(f"{field} is {count}, and no tensor of an MTP stage is there")
-            elif count != len(parts.stages):
-                edit.notes.append(f"{field} is {count!r}, and {len(parts.stages)} MTP stages are there")
+            if mtp_dropped:
+                if count:
+                    edit.put(field, 0, "MTP dropped", top=place[1])
+            elif count and not there:
+                edit.notes.append(
+                    f"{field} is {count}, and no tensor of an MTP stage is there; --mtp drop sets it to 0"
+                )
+            elif count != there:
+                edit.notes.append(f"{field} is {count!r}, and {there} MTP stages are there")
 
 
 def _refuse_unknown_numbers(config: Config, family: Family) -> None:

@@ -105,6 +105,17 @@ def _judge(parts: Parts, family: Family, problems: Problems) -> None:
             "config.json",
             "get the missing files, or correct the count",
         )
+    ordinary = {
+        split[1] for names in parts.layers.values() for name in names if (split := split_layer(name, parts.prefix))
+    }
+    for stage, held in sorted(parts.stages.items()) if parts.behind else ():
+        if all((split := split_layer(name, parts.prefix)) and split[1] in ordinary for name in held):
+            problems.add(
+                f"layer {parts.depth + stage} holds what any layer holds and nothing of an MTP stage, and the config "
+                f"counts {parts.depth} layers",
+                "config.json",
+                f"correct {family.stack.depth}, or drop the tensors first",
+            )
     stages = sorted(parts.stages)
     if stages != list(range(len(stages))):
         problems.add(
@@ -169,10 +180,12 @@ def _gone(family: Family, parts: Parts, layers: LayerMap) -> dict[str, str]:
 
 def _sliced(name: str, content: Content, rules: tuple[DepthSliced, ...], layers: LayerMap) -> Content:
     """A tensor outside the layers that holds a block for each of them keeps the blocks of the kept ones."""
-    rule = next((rule for rule in rules if name.endswith(rule.suffix)), None)
+    rule = next((rule for rule in rules if f".{name}".rpartition(".")[0].endswith(f".{rule.module}")), None)
     if rule is None:
         return content
     shape = content.shape
+    if not name.endswith(".weight") and (rule.axis >= len(shape) or shape[rule.axis] == 1):
+        return content  # A scale of the whole, or one along the other axis.
     if rule.axis >= len(shape) or shape[rule.axis] % layers.depth:
         raise CannotApply(
             f"{name} has shape {list(shape)}; axis {rule.axis} should be {layers.depth} equal blocks, one a layer",

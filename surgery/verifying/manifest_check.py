@@ -112,9 +112,12 @@ def _stored_nbytes(source: StoredTensor) -> int:
 class _LayerNames:
     """Names under the layer map: the new `model.layers.J.x` is a copy of `model.layers.<layers[J]>.x`."""
 
-    def __init__(self, head: Manifest) -> None:
+    def __init__(self, head: Manifest, config: Mapping[str, Any] | None) -> None:
         operations = {str(entry.get("operation")) for entry in head.recipe if isinstance(entry, dict)}
         self._layers = head.layers
+        family = find_family(config) if config is not None else None
+        stacks = (family, *family.also) if family is not None else ()
+        self._held_for_all = tuple(suffix for stack in stacks for suffix in stack.first_only)
         self._judged = bool(operations) and operations <= _KEEPS_NAMES
         self._behind: int | None = None
 
@@ -127,7 +130,9 @@ class _LayerNames:
                 continue
             if int(number) >= len(kept):
                 return self._stage_fault(tensor, prefix, kept, int(number), rest)
-            expected = f"{prefix}{kept[int(number)]}.{rest}"
+            # What the first layer holds for all of them stays with the first layer, whichever that is.
+            source = 0 if number == "0" and rest.endswith(self._held_for_all) else kept[int(number)]
+            expected = f"{prefix}{source}.{rest}"
             return None if tensor.source == expected else _other_source(tensor, expected)
         return None if tensor.source == tensor.name else _other_source(tensor, tensor.name)
 
