@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -46,6 +46,23 @@ def split_layer(name: str, prefix: str) -> tuple[int, str] | None:
     if not number.isdecimal() or not number.isascii() or len(number) > 9 or (number[0] == "0" and number != "0"):
         return None
     return int(number), dot + rest
+
+
+def layer_move(parts: Parts, layers: LayerMap) -> Callable[[str], list[str] | None]:
+    """The new names of a module path in the stack, none where its layer goes; None for any other path."""
+
+    def move(path: str) -> list[str] | None:
+        split = split_layer(path + ".", parts.prefix)
+        if split is None:
+            return None
+        rest = split[1].removesuffix(".")
+        places = [place for place, source in enumerate(layers.kept) if source == split[0]]
+        if split[0] >= layers.depth:
+            stage = split[0] - layers.depth
+            places = [len(layers.kept) + stage] if stage in layers.stages else []
+        return [f"{parts.prefix}{place}{rest}" for place in places]
+
+    return move
 
 
 def parts_of(draft: Draft, family: Family, depth: int) -> Parts:

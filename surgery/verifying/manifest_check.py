@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from surgery.draft import CONFIG_NAME
 from surgery.manifest import MANIFEST_FORMAT, MANIFEST_NAME, Manifest, ManifestTensor
 from surgery.safetensors_file import StoredTensor, tensor_nbytes
 from surgery.tiling import Tile
@@ -177,8 +178,9 @@ def _check_totals(head: Manifest, accounts: Accounts, parts: tuple[int, int, int
 
 def _check_config_changes(head: Manifest, config: dict[str, Any], findings: Findings) -> None:
     """The last recorded value of a changed field is what config.json has."""
-    for change in {change.path: change for change in head.config_changes}.values():
-        found = _looked_up(config, change.path.split("."))
+    in_config = [change for change in head.config_changes if change.file == CONFIG_NAME]
+    for change in {change.path: change for change in in_config}.values():
+        found = _looked_up(config, change.keys)
         if found is not _ABSENT and found != change.new:
             _fault(findings, f"the manifest says {change.path} became {change.new!r}; config.json has {found!r}")
 
