@@ -9,6 +9,7 @@ told things in the source's terms.
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -21,6 +22,7 @@ from surgery.tiling import Content, sources
 
 Json = Any
 Config = dict[str, Json]
+CONFIG_NAME = "config.json"
 
 
 class SourceFile(msgspec.Struct, frozen=True):
@@ -34,7 +36,8 @@ class SourceFile(msgspec.Struct, frozen=True):
 
 
 class SideFile(msgspec.Struct, frozen=True):
-    """A file that travels with the weights: copied from a root, or written from `text`."""
+    """A file that travels with the weights: copied from a root, or written from `text`. With both, the file of the
+    root is what the text was made from."""
 
     name: str
     root: int = -1
@@ -51,13 +54,27 @@ class Dropped(msgspec.Struct, frozen=True, gc=False):
 
 
 class ConfigChange(msgspec.Struct, frozen=True):
-    """One config value, old -> new, the rule that changed it and the programs (readers) it serves."""
+    """One config value, old -> new, the rule that changed it and the programs (readers) it serves.
+
+    `path` is dotted; for a file beside the config it begins with the file's name and a colon.
+    """
 
     path: str
     old: Json
     new: Json
     rule: str
     reader: str = "all"
+
+    @property
+    def file(self) -> str:
+        """The file that the value is in."""
+        name, colon, _ = self.path.partition(":")
+        return name if colon and name.endswith(".json") else CONFIG_NAME
+
+    @property
+    def keys(self) -> list[str]:
+        """The way to the value inside its file."""
+        return self.path.removeprefix(f"{self.file}:").split(".")
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -204,3 +221,15 @@ def with_tensors(draft: Draft, tensors: dict[str, Content], gone: Mapping[str, s
             if key not in kept:
                 dropped[key] = Dropped(source.name, source.nbytes, rule)
     return changed(draft, tensors=tensors, dropped=(*draft.dropped, *dropped.values()))
+
+
+def json_text(document: Json, before: str, name: str) -> str:
+    """An edited file of JSON, key order kept. `before` is its text in the source."""
+    text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+    if "Infinity" in text and "Infinity" not in before:
+        raise CannotApply(
+            "a number in it is larger than a double can be, and would be written back as Infinity",
+            name,
+            "correct the number",
+        )
+    return text

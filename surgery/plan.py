@@ -6,7 +6,6 @@ version and a digest (`plan_file`), so it can be printed, compared, kept in git 
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ import msgspec
 import xxhash
 
 from surgery import __version__
-from surgery.draft import Config, Decision, Draft, SideFile, require_present
+from surgery.draft import CONFIG_NAME, Decision, Draft, SideFile, json_text, require_present
 from surgery.errors import CannotApply, Problems
 from surgery.model_card import model_card
 from surgery.plan_check import check_plan
@@ -66,10 +65,10 @@ def make_plan(draft: Draft, checks: Sequence[Check] = ()) -> Plan:
     card = SideFile("README.md", text=model_card(plan.recipe, plan.layers, plan.config_changes, plan.totals))
     wanted = [*_config_file(draft), *draft.side_files, card]
     plan = msgspec.structs.replace(plan, side_files=tuple(_side_file(draft.roots, side) for side in wanted))
-    if draft.config is not None:
-        # What the plan was made from and does not copy: a source with another config is another source.
-        config = _side_file(draft.roots, SideFile("config.json", 0, "config.json"))
-        plan = msgspec.structs.replace(plan, inputs=(config,))
+    # What the plan was made from and does not copy: a source with another config is another source.
+    inputs = [SideFile(CONFIG_NAME, 0, CONFIG_NAME)] if draft.config is not None else []
+    inputs += [SideFile(s.name, s.root, s.source_name) for s in draft.side_files if s.text is not None and s.root >= 0]
+    plan = msgspec.structs.replace(plan, inputs=tuple(_side_file(draft.roots, given) for given in inputs))
     check_plan(plan, proven=True)
     return plan
 
@@ -173,20 +172,9 @@ def _config_file(draft: Draft) -> list[SideFile]:
     """config.json: the source's own bytes where nothing changed, else its JSON with key order kept."""
     if draft.config is None:
         return []
-    if not draft.config_changes:
-        return [SideFile("config.json", 0, "config.json")]
-    text = config_text(draft.config)
-    if "Infinity" in text and "Infinity" not in (draft.config_text or ""):
-        raise CannotApply(
-            "a number in it is larger than a double can be, and would be written back as Infinity",
-            "config.json",
-            "correct the number",
-        )
-    return [SideFile("config.json", text=text)]
-
-
-def config_text(config: Config) -> str:
-    return json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    if all(change.file != CONFIG_NAME for change in draft.config_changes):
+        return [SideFile(CONFIG_NAME, 0, CONFIG_NAME)]
+    return [SideFile(CONFIG_NAME, text=json_text(draft.config, draft.config_text or "", CONFIG_NAME))]
 
 
 def _side_file(roots: Sequence[Path], side: SideFile) -> PlannedSideFile:

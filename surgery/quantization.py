@@ -1,101 +1,87 @@
-"""Quantisation: the module lists of a config, by the rule of the scheme that reads them.
+"""Quantisation: what a config says of modules by their names, by the rule of the scheme that reads it.
 
-A list is expanded with the scheme's own matcher over the modules of the source, carried through the layer map, and
-written back in the scheme's style: entries without a layer number stay as they are, those that name layers follow
-them, those of layers that go are gone. Then both sets of modules are compared: what was left unquantised must be what
-is left unquantised. Sources: transformers `quantizers/quantizers_utils.py` should_convert_module, compressed-tensors
-`utils/match.py`, vLLM `quantization/awq.py` is_layer_skipped_awq.
+A list or mapping is expanded with the scheme's own matcher over the modules of the source, carried through the layer
+map, and written back in the scheme's style: entries without a layer number stay as they are, those that name layers
+follow them, those of layers that go are gone. Then what each module gets is compared: it must be what its source got.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from surgery.errors import CannotApply
+from surgery.quantization_schemes import Json, Modules, Names, Scheme, scheme_of
 
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
-QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+QUANTIZATION_FILES = {
+    "hf_quant_config.json": "modelopt",
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "quantization_config.json": "auto-round",
+}
+"""Files beside the config that are such a section (vLLM's get_config_filenames), and the method each belongs to."""
 
 NUMBERED = re.compile(r"(?:layers|h|blocks?)\\?\.[\\\[(?:=!]*\d")
 """Text that names layers by number, plain or in a pattern."""
 
-PATTERN_MARKS = re.compile(r"^re:|[*\\^$?\[\]()|+]")
-_LIST_FIELDS = ("ignore", "targets", "modules_to_not_convert", "ignored_layers")
-Matcher = Callable[[str, str], bool]
+_NUMBERED_PATTERN = re.compile(r"\.[\\\[(?:=!]*\d")
+_PARTS = re.compile(r"((?:re:|[+-]:)?\^?)((?:[\w-]+\\?\.)*[\w-]*)(.*)", re.DOTALL)
+"""What stands before a name, the plain beginning of the name, and the rest of a pattern."""
+
+_SPELLINGS = ("model.language_model.", "language_model.model.")
+"""One place under two names (vLLM modelopt.py _quantized_layer_prefix_candidates)."""
+
+Path = tuple[str | int, ...]
 Move = Callable[[str], list[str] | None]
 """The new names of a path below a renumbered stack, none where its layer goes; None for any other path."""
 
 
-class CarriedList(msgspec.Struct, frozen=True):
-    """A list of a config: where it is, what it was and what it becomes, and the entries that match nothing."""
+class Named(msgspec.Struct, frozen=True):
+    """A place of a config that names modules: a list of names, or a mapping from names to values."""
 
-    path: tuple[str, ...]
-    old: list[str]
-    new: list[str]
+    path: Path
+    scheme: Scheme
+    value: Json
+
+
+class Carried(msgspec.Struct, frozen=True):
+    """What a place was and what it becomes, and the entries that mean no module."""
+
+    path: Path
+    old: Json
+    new: Json
     dead: list[str]
 
 
-def modules_of(tensor_names: Iterable[str]) -> list[str]:
-    """The module paths behind tensor names: what stands before the last dot, and every path above it."""
-    found: dict[str, None] = {}
-    for name in tensor_names:
-        path = name.rpartition(".")[0]
-        while path and path not in found:
-            found[path] = None
-            path = path.rpartition(".")[0]
-    return list(found)
-
-
-def _is_compressed_tensors_match(entry: str, module: str) -> bool:
-    """Exact, or a pattern after `re:` from the name's beginning. `model.layers.5` is no prefix."""
-    if entry.startswith("re:"):
-        return _pattern(entry[3:]).match(module) is not None
-    return entry == module
-
-
-def _is_transformers_match(entry: str, module: str) -> bool:
-    """A pattern from the name's beginning to a module boundary, or the name's end."""
-    return _bounded(entry).match(module) is not None or module.endswith(entry)
-
-
-def _is_substring(entry: str, module: str) -> bool:
-    return entry in module
-
-
-@cache
-def _bounded(entry: str) -> re.Pattern[str]:
-    return _pattern(rf"(?:{entry})(?:(?<=\.)|(?=\.|$))")
-
-
-@cache
-def _pattern(text: str) -> re.Pattern[str]:
-    try:
-        return re.compile(text)
-    except re.error:
-        return re.compile(re.escape(text))
-
-
-def matcher_of(method: str, field: str) -> Matcher:
-    """How the scheme reads the entries of `field`."""
-    if field in ("ignore", "targets"):
-        return _is_compressed_tensors_match
-    if method == "awq":
-        return _is_substring
-    return _is_transformers_match
-
-
-def lists_of(config: Any) -> Iterator[tuple[tuple[str, ...], str, list[str]]]:
-    """Every module list of a config: path, scheme and entries."""
+def named_in(config: Json) -> Iterator[Named]:
+    """Every place of a config that names modules."""
     for path, section in _sections(config):
-        yield from _lists_in(section, path, str(section.get("quant_method", "")))
+        yield from named_in_section(section, path)
 
 
-def _sections(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+def named_in_section(section: Json, path: Path = (), method: str = "") -> Iterator[Named]:
+    """Every place of one quantisation section, or of a file that is one. `method` where the section says none."""
+    if isinstance(section, dict):
+        yield from _named(section, path, str(section.get("quant_method") or method))
+
+
+def _named(value: dict[str, Any], path: Path, method: str) -> Iterator[Named]:
+    for key, entry in value.items():
+        if (scheme := scheme_of(key, method, entry)) is not None:
+            yield Named((*path, key), scheme, entry)
+        elif isinstance(entry, dict):
+            yield from _named(entry, (*path, key), method)
+        elif isinstance(entry, list):  # GPTQ: lists of names, one for each step inside a block.
+            for number, inner in enumerate(entry):
+                if (scheme := scheme_of(key, method, inner)) is not None and not scheme.mapping:
+                    yield Named((*path, key, number), scheme, inner)
+
+
+def _sections(config: Json, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
     """The quantisation sections of a config and of the configs nested in it (`text_config`)."""
     for key, value in config.items() if isinstance(config, dict) else ():
         if not isinstance(value, dict):
@@ -106,87 +92,160 @@ def _sections(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[s
             yield from _sections(value, (*path, key))
 
 
-def _lists_in(
-    value: dict[str, Any], path: tuple[str, ...], method: str
-) -> Iterator[tuple[tuple[str, ...], str, list[str]]]:
-    for key, entry in value.items():
-        if key in _LIST_FIELDS and isinstance(entry, list) and all(isinstance(each, str) for each in entry):
-            yield (*path, key), method, entry
-        elif isinstance(entry, dict):
-            yield from _lists_in(entry, (*path, key), method)
+def carry_named(named: Named, modules: Modules, move: Move) -> Carried:
+    """One place through a renumbering.
 
-
-def carry_list(
-    path: tuple[str, ...], method: str, entries: Sequence[str], modules: Sequence[str], move: Move
-) -> CarriedList:
-    """One list through a renumbering.
-
-    Raises `CannotApply` where no list says the same of the modules that are left.
+    Raises `CannotApply` where no entries say the same of the modules that are left.
     """
-    matches = matcher_of(method, path[-1])
-    moved = {module: [module] if (names := move(module)) is None else names for module in modules}
-    left = [new for names in moved.values() for new in names]
-    out: dict[str, None] = {}
+    scheme = named.scheme
+    names = scheme.names(modules)
+    entries = list(named.value.items()) if scheme.mapping else [(entry, True) for entry in named.value]
+    moved = {path: [path] if (new := _moved_name(path, move)) is None else new for path in names.paths}
+    left = Names([new for new_names in moved.values() for new in new_names])
+    hits, winners = _decided(scheme, [entry for entry, _ in entries], names)
+    decides: list[list[str]] = [[] for _ in entries]
+    for path, number in winners.items():
+        decides[number] += moved[path]
+    out: dict[str, Json] = {}
     dead = []
-    for entry in entries:
-        hit = [module for module in modules if matches(entry, module)]
-        if not hit:
+    for number, (entry, value) in enumerate(entries):
+        if not hits[number] and not (scheme.classes and _is_class(entry)):
             dead.append(entry)
-        wanted = {new for module in hit for new in moved[module]}
-        for new in _carried_entry(entry, hit, wanted, left, matches, move):
-            out[new] = None
-    carried = CarriedList(path, list(entries), list(out), dead)
-    _prove(carried, modules, moved, left, matches)
+        wanted = {new for path in hits[number] for new in moved[path]}
+        for text in _carried_entry(scheme, entry, bool(hits[number]), wanted, sorted(decides[number]), left, move):
+            out.setdefault(text, value)
+    carried = Carried(named.path, named.value, out if scheme.mapping else list(out), dead)
+    _prove(carried, scheme, entries, out, winners, moved, left)
     return carried
 
 
+def _decided(scheme: Scheme, entries: Sequence[str], names: Names) -> tuple[list[set[str]], dict[str, int]]:
+    """What each entry means, and for each module the number of the entry that counts."""
+    hits: list[set[str]] = [set() for _ in entries]
+    winners: dict[str, int] = {}
+    for reading in scheme.readings:
+        for number, entry in enumerate(entries):
+            for path in reading(entry, names):
+                hits[number].add(path)
+                winners.setdefault(path, number)
+    return hits, winners
+
+
 def _carried_entry(
-    entry: str, hit: Sequence[str], wanted: set[str], left: Sequence[str], matches: Matcher, move: Move
+    scheme: Scheme, entry: str, alive: bool, wanted: set[str], decides: Sequence[str], left: Names, move: Move
 ) -> list[str]:
-    # A plain path moves as a module would, whether or not a module of that name is there: engines fuse some.
-    if not PATTERN_MARKS.search(entry) and (names := move(entry)) is not None:
-        return names
-    if hit and not wanted and NUMBERED.search(entry):
-        return []
-    if {module for module in left if matches(entry, module)} == wanted:
-        return [entry]
-    return sorted(wanted)
+    """What stands in place of one entry that means the `wanted` modules now and alone `decides` some of them."""
+
+    def means(texts: Sequence[str]) -> bool:
+        return {path for text in texts for reading in scheme.readings for path in reading(text, left)} == wanted
+
+    lead, stem, tail = _split(entry)
+    moved = _moved_text(stem, move)
+    texts = [f"{lead}{new}{tail}" for new in moved or ()]
+    if moved is not None and tail in ("", "$"):
+        # A plain path moves as a module would, whether or not a module of that name is there: engines fuse some.
+        candidates = [texts, [entry]]
+    elif alive and not wanted and _NUMBERED_PATTERN.search(entry):
+        candidates = [[]]
+    else:
+        candidates = [[entry], *([texts] if wanted else [])]
+    for candidate in candidates:
+        if means(candidate):
+            return candidate
+    return [scheme.written(entry, module) for module in decides]
+
+
+def _split(entry: str) -> tuple[str, str, str]:
+    parts = _PARTS.fullmatch(entry)
+    assert parts is not None
+    return parts[1], parts[2], parts[3]
+
+
+def _moved_text(stem: str, move: Move) -> list[str] | None:
+    """A plain beginning under its new names, its dots escaped where they were."""
+    path = stem.replace("\\.", ".")
+    dot = "." if path.endswith(".") else ""
+    moved = _moved_name(path.removesuffix("."), move)
+    if moved is None or "\\." not in stem:
+        return None if moved is None else [new + dot for new in moved]
+    return [(new + dot).replace(".", "\\.") for new in moved]
+
+
+def _moved_name(path: str, move: Move) -> list[str] | None:
+    moved = move(path)
+    for here, there in (_SPELLINGS, _SPELLINGS[::-1]):
+        if moved is None and path.startswith(here):
+            other = move(there + path.removeprefix(here))
+            moved = None if other is None else [here + new.removeprefix(there) for new in other]
+    return moved
+
+
+def _is_class(entry: str) -> bool:
+    return entry.isidentifier() and entry[0].isupper()
 
 
 def _prove(
-    carried: CarriedList, modules: Sequence[str], moved: dict[str, list[str]], left: Sequence[str], matches: Matcher
+    carried: Carried,
+    scheme: Scheme,
+    old: Sequence[tuple[str, Json]],
+    new: dict[str, Json],
+    winners: dict[str, int],
+    moved: dict[str, list[str]],
+    left: Names,
 ) -> None:
-    """The modules that the new list names are those that the old one named."""
-    was = {new for module in modules if any(matches(e, module) for e in carried.old) for new in moved[module]}
-    now = {module for module in left if any(matches(entry, module) for entry in carried.new)}
-    odd = sorted(was ^ now)
+    """Every module gets from the new entries what its source got from the old ones."""
+    place = ".".join(map(str, carried.path))
+    entries = list(new.items())
+    now = _decided(scheme, list(new), left)[1]
+
+    def outcome(entries: Sequence[tuple[str, Json]], number: int | None) -> tuple[Json, ...]:
+        return () if number is None else (scheme.outcome(*entries[number]),)
+
+    odd = [
+        target
+        for path, targets in moved.items()
+        for target in targets
+        if outcome(old, winners.get(path)) != outcome(entries, now.get(target))
+    ]
     if odd:
         raise CannotApply(
-            f"{'.'.join(carried.path)} would say something else of {len(odd)} modules, first {odd[0]}",
-            f"config.json {'.'.join(carried.path)}",
+            f"{place} would say something else of {len(odd)} modules, first {min(odd)}",
+            place,
             "write the entries as plain module names first",
+        )
+    if scheme.required and old and not new:
+        raise CannotApply(
+            f"nothing of {place} would be left, and an empty one means something else",
+            place,
+            "keep a layer that it names, or remove the field if no engine reads it",
         )
 
 
-def unknown_numbers(config: Any) -> list[str]:
-    """Texts of the quantisation sections that name layers by number outside the lists that are understood."""
-    return [text for text in unlisted_texts(config) if NUMBERED.search(text)]
+def is_numbered(text: str) -> bool:
+    """Whether a text names layers by number."""
+    return NUMBERED.search(text) is not None
 
 
-def unlisted_texts(config: Any) -> Iterator[str]:
-    """Keys and texts of the quantisation sections outside the lists that are understood."""
-    for _, section in _sections(config):
-        yield from _strings(section)
+def unlisted_texts(config: Json) -> Iterator[str]:
+    """Keys and texts of the quantisation sections outside the places that are understood."""
+    for path, section in _sections(config):
+        yield from unlisted_in_section(section, path)
 
 
-def _strings(value: Any) -> Iterator[str]:
+def unlisted_in_section(section: Json, path: Path = (), method: str = "") -> Iterator[str]:
+    """Keys and texts of one section outside the places that are understood."""
+    known = {named.path: named.scheme.mapping for named in named_in_section(section, path, method)}
+    yield from _strings(section, path, known)
+
+
+def _strings(value: Json, path: Path, known: dict[Path, bool]) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
         for key, entry in value.items():
-            yield key
-            if key not in _LIST_FIELDS:
-                yield from _strings(entry)
-    elif isinstance(value, list):
-        for entry in value:
-            yield from _strings(entry)
+            if path not in known:
+                yield key
+            yield from _strings(entry, (*path, key), known)
+    elif isinstance(value, list) and path not in known:
+        for number, entry in enumerate(value):
+            yield from _strings(entry, (*path, number), known)

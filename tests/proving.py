@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import model_zoo
+
 from surgery import skeleton
 from surgery.checkpoint import Checkpoint
 from surgery.draft import draft_of

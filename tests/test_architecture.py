@@ -30,6 +30,7 @@ LAYERS = [
     ["reshaping", "moves"],
     ["tensor"],
     ["draft"],
+    ["quantization_schemes"],
     ["quantization"],
     ["families"],
     ["rank_layout"],

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 import model_zoo
 import proving
+import pytest
+
 import tiny_models
 from surgery.families.records import known_types
 

@@ -30,6 +30,7 @@ of the new skeleton has the classes, shapes and attributes of the layer it came 
 def main() -> None:
     import proving
     import transformers
+
     from surgery.families.records import known_types
 
     rows = {}

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import msgspec
 
 from surgery.draft import Config, ConfigChange, Draft, changed
 from surgery.errors import CannotApply, Problems, UsageError
-from surgery.quantization import carry_list, lists_of, modules_of, unlisted_texts
+from surgery.operations.quantization_carry import carry_files, carry_places
+from surgery.quantization import Move, named_in, unlisted_texts
+from surgery.quantization_schemes import modules_of
 from surgery.tiling import Content
 
 
@@ -44,8 +45,10 @@ class Rename(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
                 "rename",
                 "`surgery inspect SRC --tensors` lists the names; OLD is a whole name or a dotted prefix",
             )
-        config, changes = self._config(draft.config, rename, draft.tensors)
-        return changed(draft, tensors=tensors, config=config, config_changes=(*draft.config_changes, *changes))
+        move = _module_move(draft.tensors, rename)
+        config, changes = self._config(draft.config, move, draft.tensors)
+        renamed = changed(draft, tensors=tensors, config=config, config_changes=(*draft.config_changes, *changes))
+        return carry_files(renamed, draft.tensors, move, lambda text: move(text) is not None, "rename")
 
     def _renamer(self) -> Callable[[str], str]:
         if not self.map:
@@ -70,21 +73,11 @@ class Rename(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
         return by_pattern
 
     def _config(
-        self, config: Config | None, rename: Callable[[str], str], names: Iterable[str]
+        self, config: Config | None, move: Move, names: Iterable[str]
     ) -> tuple[Config | None, list[ConfigChange]]:
-        """Module names in the quantisation lists follow their tensors; what cannot follow is refused."""
+        """Module names in the quantisation sections follow their tensors; what cannot follow is refused."""
         if config is None:
             return config, []
-        lists = list(lists_of(config))
-        edited = copy.deepcopy(config)
-        changes: list[ConfigChange] = []
-        names = list(names)
-        by_tensor = {name.rpartition(".")[0]: rename(name).rpartition(".")[0] for name in names}
-
-        def move(path: str) -> list[str] | None:
-            new = by_tensor.get(path) or rename(path)
-            return None if new == path else [new]
-
         unlisted = [text for text in unlisted_texts(config) if move(text) is not None]
         if unlisted:
             raise CannotApply(
@@ -92,16 +85,19 @@ class Rename(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
                 "config.json",
                 "this scheme has no rule yet: change the section by hand after the rename",
             )
-        modules = modules_of(names)
-        for path, method, entries in lists:
-            carried = carry_list(path, method, entries, modules, move)
-            if carried.new != carried.old:
-                changes.append(ConfigChange(".".join(path), carried.old, carried.new, "rename"))
-                place: Any = edited
-                for key in path[:-1]:
-                    place = place[key]
-                place[path[-1]] = carried.new
-        return edited, changes
+        edited = copy.deepcopy(config)
+        return edited, carry_places(edited, list(named_in(config)), modules_of(names), move, "rename")[0]
+
+
+def _module_move(names: Iterable[str], rename: Callable[[str], str]) -> Move:
+    """The new name of a module path: what becomes of its tensors, else of the path itself; None where it stays."""
+    by_tensor = {name.rpartition(".")[0]: rename(name).rpartition(".")[0] for name in names}
+
+    def move(path: str) -> list[str] | None:
+        new = by_tensor.get(path) or rename(path)
+        return None if new == path else [new]
+
+    return move
 
 
 def _is_text(name: str) -> bool:

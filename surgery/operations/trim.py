@@ -15,12 +15,10 @@ from surgery.families.cover import cover, cover_table
 from surgery.families.records import require_family
 from surgery.families.schema import Config, Family
 from surgery.layer_ranges import compact_ranges, parse_ranges
+from surgery.operations.quantization_carry import carry_files
 from surgery.operations.trim_config import trimmed_config
-from surgery.operations.trim_tensors import Parts, parts_of, trimmed_tensors
-from surgery.quantization import NUMBERED, QUANTIZATION_FILES
-from surgery.storage import read_bytes
-
-MAX_LISTING_NBYTES = 64 << 20
+from surgery.operations.trim_tensors import Parts, layer_move, parts_of, trimmed_tensors
+from surgery.quantization import is_numbered
 
 
 class Trim(
@@ -57,7 +55,6 @@ class Trim(
 
     def apply(self, draft: Draft) -> Draft:
         family = require_family(draft.config, "trim")
-        _refuse_listing_files(draft)
         chosen = _by_stack(self.layers, family)
         for each in (family, *family.also):
             kept = chosen.get(each.stack.name)
@@ -75,6 +72,7 @@ class Trim(
         stages = list(parts.stages) if self.mtp == "keep" else []
         layers = LayerMap(kept, depth, stages)
         trimmed = self._configured(draft, family, layers, parts)
+        trimmed = carry_files(trimmed, draft.tensors, layer_move(parts, layers), is_numbered, "quantisation list")
         table = cover_table(
             family, draft.config, depth, readers_of(family, self.reader), kept, len(parts.stages), len(stages)
         )
@@ -155,19 +153,6 @@ def depth_of(family: Family, config: Config) -> int:
             f"{family.stack.depth} is {value!r}; expected a count of layers", "config.json", "correct the config"
         )
     return depth
-
-
-def _refuse_listing_files(draft: Draft) -> None:
-    """Quantisation files beside the config that name layers by number would name other layers afterwards."""
-    for side in draft.side_files:
-        if side.name in QUANTIZATION_FILES and side.root >= 0:
-            text = read_bytes(draft.roots[side.root] / side.source_name, MAX_LISTING_NBYTES).decode("utf-8", "replace")
-            if NUMBERED.search(text):
-                raise CannotApply(
-                    f"{side.name} names layers by number, and no rule carries it yet",
-                    side.name,
-                    "`surgery repack` works on it; remove the file if no engine reads it",
-                )
 
 
 def _without_absent(draft: Draft, parts: Parts, kept: Sequence[int]) -> Draft:

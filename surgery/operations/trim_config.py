@@ -12,8 +12,10 @@ from surgery.errors import CannotApply
 from surgery.families.carrying import LayerMap, carry, changed_kind, depth_fields
 from surgery.families.config_fields import holds, read, with_fields
 from surgery.families.schema import Family, LayerIds
-from surgery.operations.trim_tensors import Parts, split_layer
-from surgery.quantization import carry_list, lists_of, modules_of, unknown_numbers
+from surgery.operations.quantization_carry import carry_places
+from surgery.operations.trim_tensors import Parts, layer_move
+from surgery.quantization import is_numbered, named_in, unlisted_texts
+from surgery.quantization_schemes import Modules, modules_of
 
 _PER_LAYER_NAME = re.compile(r"layer|_types|pattern|freq|ratios|block")
 _LONG_LIST = 8
@@ -204,8 +206,8 @@ def _count_stages(edit: _Edit, family: Family, parts: Parts, *, mtp_dropped: boo
 
 
 def _refuse_unknown_numbers(config: Config, family: Family) -> None:
-    """A text of a quantisation section that names layers, outside the lists that are understood, would be stale."""
-    named = unknown_numbers(config)
+    """A text of a quantisation section that names layers, outside the places that are understood, would be stale."""
+    named = [text for text in unlisted_texts(config) if is_numbered(text)]
     if named:
         raise CannotApply(
             f"the quantisation section names layers by number in a form that is not understood, for one {named[0]!r}",
@@ -215,28 +217,9 @@ def _refuse_unknown_numbers(config: Config, family: Family) -> None:
 
 
 def _carry_lists(edit: _Edit, layers: LayerMap, parts: Parts, names: Iterable[str]) -> None:
-    """Quantisation lists follow the layers; entries that match nothing are reported."""
-    lists = list(lists_of(edit.config))
-    modules = modules_of(names) if lists else []
-
-    def move(path: str) -> list[str] | None:
-        split = split_layer(path + ".", parts.prefix)
-        if split is None:
-            return None
-        rest = split[1].removesuffix(".")
-        places = [place for place, source in enumerate(layers.kept) if source == split[0]]
-        if split[0] >= layers.depth:
-            stage = split[0] - layers.depth
-            places = [len(layers.kept) + stage] if stage in layers.stages else []
-        return [f"{parts.prefix}{place}{rest}" for place in places]
-
-    for path, method, entries in lists:
-        carried = carry_list(path, method, entries, modules, move)
-        if carried.dead:
-            edit.notes.append(f"{'.'.join(path)}: {len(carried.dead)} entries match no module, first {carried.dead[0]}")
-        if carried.new != carried.old:
-            edit.changes.append(ConfigChange(".".join(path), carried.old, carried.new, "quantisation list"))
-            place: Any = edit.config
-            for key in path[:-1]:
-                place = place[key]
-            place[path[-1]] = carried.new
+    """What the quantisation sections say of modules follows the layers; entries that match nothing are reported."""
+    places = list(named_in(edit.config))
+    modules = modules_of(names) if places else Modules([], [])
+    changes, notes = carry_places(edit.config, places, modules, layer_move(parts, layers), "quantisation list")
+    edit.changes += changes
+    edit.notes += notes

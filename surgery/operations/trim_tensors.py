@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -20,7 +20,8 @@ MTP_GONE = "trim: MTP dropped"
 
 
 class Parts(msgspec.Struct):
-    """Tensor names by what they belong to. `layers` by layer; `stages` by MTP stage, from 0; `prefix` of the stack.
+    """Tensor names by what they belong to. `layers` by layer; `stages` by MTP stage, from 0; `prefix` of the stack, and
+    `aliases` other programs' names for it; `mtp_prefixes` of stages that are not behind the layers.
 
     `shared_mtp` are tensors under an MTP prefix that belong to no one stage.
     """
@@ -31,6 +32,8 @@ class Parts(msgspec.Struct):
     stages: dict[int, list[str]]
     shared_mtp: list[str]
     behind: bool
+    aliases: tuple[str, ...] = ()
+    mtp_prefixes: tuple[str, ...] = ()
 
     def layer_of(self, name: str) -> int | None:
         """The layer below the depth that `name` would belong to."""
@@ -48,10 +51,44 @@ def split_layer(name: str, prefix: str) -> tuple[int, str] | None:
     return int(number), dot + rest
 
 
+def layer_move(parts: Parts, layers: LayerMap) -> Callable[[str], list[str] | None]:
+    """The new names of a module path in the stack, none where its layer goes; None for any other path."""
+
+    def move(path: str) -> list[str] | None:
+        if parts.stages and not layers.stages and f"{path}.".startswith(parts.mtp_prefixes or ("\0",)):
+            return []
+        for prefix in (parts.prefix, *parts.aliases):
+            split = split_layer(path + ".", prefix)
+            if split is not None:
+                return moved(prefix, split)
+        return None
+
+    def moved(prefix: str, split: tuple[int, str]) -> list[str]:
+        rest = split[1].removesuffix(".")
+        places = [place for place, source in enumerate(layers.kept) if source == split[0]]
+        if split[0] >= layers.depth:
+            stage = split[0] - layers.depth
+            places = [len(layers.kept) + stage] if stage in layers.stages else []
+        return [f"{prefix}{place}{rest}" for place in places]
+
+    return move
+
+
 def parts_of(draft: Draft, family: Family, depth: int) -> Parts:
     """Sort the draft's names. A layer that neither the config nor an MTP head counts is an error, never left behind."""
     prefix = _prefix_of(draft, family)
-    parts = Parts(prefix, depth, {layer: [] for layer in range(depth)}, {}, [], bool(family.mtp and family.mtp.behind))
+    mtp = family.mtp
+    aliases = tuple(dict.fromkeys((*family.stack.prefixes, "layers."))) if prefix.endswith("layers.") else ()
+    parts = Parts(
+        prefix,
+        depth,
+        {layer: [] for layer in range(depth)},
+        {},
+        [],
+        bool(mtp and mtp.behind),
+        tuple(alias for alias in aliases if alias != prefix),
+        mtp.prefixes if mtp is not None else (),
+    )
     problems = Problems()
     for name in draft.tensors:
         split = split_layer(name, prefix)

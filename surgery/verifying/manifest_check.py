@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from surgery.draft import CONFIG_NAME
+from surgery.families.records import find_family
 from surgery.manifest import MANIFEST_FORMAT, MANIFEST_NAME, Manifest, ManifestTensor
 from surgery.safetensors_file import StoredTensor, tensor_nbytes
 from surgery.tiling import Tile
@@ -40,7 +42,7 @@ def check_manifest(reader: ManifestReader, config: dict[str, Any] | None, findin
         if not is_plain(name):
             _fault(findings, f"the manifest lists {name!r}, which is no plain path inside the output")
     accounts = Accounts({name: 0 for name, entry in head.files.items() if entry.header_xxh3_128})
-    used, nbytes_kept = _check_tensors(reader, accounts, findings)
+    used, nbytes_kept = _check_tensors(reader, config, accounts, findings)
     nbytes_dropped = tensors_dropped = 0
     for dropped in reader.dropped():
         tensors_dropped += 1
@@ -61,10 +63,12 @@ def is_plain(name: str) -> bool:
     return all(part not in ("", ".", "..") and "\\" not in part and "\0" not in part for part in parts)
 
 
-def _check_tensors(reader: ManifestReader, accounts: Accounts, findings: Findings) -> tuple[int, int]:
+def _check_tensors(
+    reader: ManifestReader, config: Mapping[str, Any] | None, accounts: Accounts, findings: Findings
+) -> tuple[int, int]:
     """Fill `accounts`; the source tensors that are used, each counted once, and their bytes."""
     head = reader.head
-    layer_names = _LayerNames(head)
+    layer_names = _LayerNames(head, config)
     used: set[int] = set()
     nbytes_kept = 0
     for tensor in reader.tensors():
@@ -182,8 +186,9 @@ def _check_totals(head: Manifest, accounts: Accounts, parts: tuple[int, int, int
 
 def _check_config_changes(head: Manifest, config: dict[str, Any], findings: Findings) -> None:
     """The last recorded value of a changed field is what config.json has."""
-    for change in {change.path: change for change in head.config_changes}.values():
-        found = _looked_up(config, change.path.split("."))
+    in_config = [change for change in head.config_changes if change.file == CONFIG_NAME]
+    for change in {change.path: change for change in in_config}.values():
+        found = _looked_up(config, change.keys)
         if found is not _ABSENT and found != change.new:
             _fault(findings, f"the manifest says {change.path} became {change.new!r}; config.json has {found!r}")
 

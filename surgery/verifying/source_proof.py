@@ -22,6 +22,7 @@ from surgery.safetensors_file import MAX_HEADER_NBYTES
 from surgery.side_files import is_index_file
 from surgery.storage import read_bytes
 from surgery.tiling import Fill, Tile
+from surgery.verifying.edited_json import edit_fault
 from surgery.verifying.manifest_check import is_plain
 from surgery.verifying.manifest_reader import ManifestReader
 from surgery.verifying.rehash import open_regular
@@ -212,7 +213,7 @@ class Proof:
         old, new = _config(self._root), _config(self._directory)
         if old is None or new is None:
             return
-        told = {change.path.split(".")[0] for change in self._head.config_changes}
+        told = {change.keys[0] for change in self._head.config_changes if change.file == "config.json"}
         for key in [*new, *(key for key in old if key not in new)]:
             if key not in told and old.get(key) != new.get(key):
                 what = (
@@ -221,7 +222,7 @@ class Proof:
                 self._fault("config-change", what, "config.json")
 
     def _check_side_files(self) -> None:
-        """Files beside the weights are the source's own bytes."""
+        """Files beside the weights are the source's own bytes, or its JSON with the changes that the manifest tells."""
         for name, entry in self._head.files.items():
             if entry.header_xxh3_128 or name in _NOT_COPIES or is_index_file(name):
                 continue
@@ -230,6 +231,14 @@ class Proof:
             twin = self._root / (entry.source or name)
             if not twin.is_file():
                 self._result.not_looked_at.append(f"{name}: the source has no such file")
+                continue
+            changes = [change for change in self._head.config_changes if change.file == name]
+            if changes:
+                fault = edit_fault(twin, self._directory / name, changes)
+                if fault is not None:
+                    self._fault("side-file", f"{name} {fault}", name)
+                told = f"{name}: only the recorded changes were made; whether they fit the layers is not proven"
+                self._result.not_looked_at.append(told)
                 continue
             try:
                 nbytes = (self._directory / name).stat().st_size
