@@ -1,6 +1,6 @@
 """Quantisation schemes: which fields of a config name modules, and how the programs that read them match a name.
 
-A literal table. Sources, each read in its repository: transformers 5.24 `quantizers/quantizers_utils.py`
+A literal table. Sources: transformers 5.24 `quantizers/quantizers_utils.py`
 should_convert_module (also bitsandbytes and MXFP4); compressed-tensors `utils/match.py`; vLLM
 `quantization/modelopt.py` is_layer_excluded and _resolve_quant_algo, `utils/gptq_utils.py` get_dynamic_override and
 is_layer_gptq_quantized (GPTQModel's dynamic_get is the same), `awq.py` is_layer_skipped_awq, `auto_round.py`
