@@ -1,6 +1,6 @@
 """Quantisation schemes: which fields of a config name modules, and how the programs that read them match a name.
 
-A literal table. Sources, read at the versions that stand in `docs`: transformers 5.24 `quantizers/quantizers_utils.py`
+A literal table. Sources: transformers 5.24 `quantizers/quantizers_utils.py`
 should_convert_module (also bitsandbytes and MXFP4); compressed-tensors `utils/match.py`; vLLM
 `quantization/modelopt.py` is_layer_excluded and _resolve_quant_algo, `utils/gptq_utils.py` get_dynamic_override and
 is_layer_gptq_quantized (GPTQModel's dynamic_get is the same), `awq.py` is_layer_skipped_awq, `auto_round.py`
@@ -136,6 +136,11 @@ def _as_name(_entry: str, module: str) -> str:
     return module
 
 
+def _as_pattern(_entry: str, module: str) -> str:
+    """A pattern for one module: a plain name would also speak for the fused experts above it."""
+    return f"^{re.escape(module)}$"
+
+
 def _as_gptq(entry: str, module: str) -> str:
     """A pattern for one module: `re.match` stops at no boundary of its own."""
     return f"{entry[:2] if entry[:2] in ('-:', '+:') else ''}^{re.escape(module)}$"
@@ -203,7 +208,7 @@ _SEARCHED = Scheme((_searched,))
 _MODELOPT = Scheme((_modelopt,))
 _MODELOPT_LAYERS = Scheme((_exact, _above), mapping=True, required=True)
 _GPTQ = Scheme((_gptq,), mapping=True, written=_as_gptq, outcome=_gptq_outcome, fused=True)
-_AUTO_ROUND = Scheme((_exact, _above, _searched_pattern), mapping=True)
+_AUTO_ROUND = Scheme((_exact, _above, _searched_pattern), mapping=True, written=_as_pattern)
 _QUARK_EXCLUDE = Scheme((_quark_exclude,))
 _QUARK_LAYERS = Scheme((_quark_layers,), mapping=True)
 

@@ -158,8 +158,8 @@ def test_auto_round_takes_the_exact_name_before_a_pattern():
         "model.layers.9.mlp.experts.0.up_proj": {"bits": 2},
     }
     assert carried(value, [5, 2], "extra_config", "auto-round").new == {
-        "model.layers.0.self_attn.k_proj": {"bits": 8},
-        "model.layers.0.self_attn.v_proj": {"bits": 8},
+        r"^model\.layers\.0\.self_attn\.k_proj$": {"bits": 8},
+        r"^model\.layers\.0\.self_attn\.v_proj$": {"bits": 8},
         "model.layers.0.self_attn.q_proj": {"bits": 16},
         r"mlp\.gate$": {"bits": 16},
     }

@@ -148,7 +148,7 @@ def test_a_config_that_does_not_change_keeps_its_bytes(editable, tmp_path):
         ("llama", {"n_layer": 8}, "disagrees with itself"),
         ("qwen3", {"layer_types": ["full_attention"] * 5}, "5 entries for 6 layers"),
         ("llama", {"my_layer_scales": [1, 1, 1, 2, 1, 1]}, "no rule says what it means"),
-        ("llama", {"quantization_config": {"dynamic": {"-:model.layers.5.*": {}}}}, "names layers by number"),
+        ("llama", {"quantization_config": {"by_layer": {"model.layers.5.mlp": {}}}}, "names layers by number"),
     ],
 )
 def test_what_cannot_be_trimmed_truthfully_is_refused_before_anything_is_written(
