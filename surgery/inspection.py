@@ -292,6 +292,15 @@ def _components(entries: list[Entry], main: str, depth: Count | None) -> list[Pa
     return parts
 
 
+def _holds_a_stage(entries: list[Entry], prefix: str, depth: int) -> bool:
+    """Whether what lies behind the counted layers holds tensors that no layer has: an MTP stage that is not counted."""
+    behind: dict[bool, set[str]] = {False: set(), True: set()}
+    for entry in entries:
+        if entry.template.prefix == prefix:
+            behind[entry.layer >= depth].add(entry.template.text)
+    return bool(behind[True] - behind[False])
+
+
 def _disagreements(stacks: list[Stack], experts: Experts | None, heads: Heads, entries: list[Entry]) -> list[Finding]:
     """Where the config's counts and the tensors' numbers do not agree; `verify` judges the rest."""
     findings: list[Finding] = []
@@ -307,7 +316,8 @@ def _disagreements(stacks: list[Stack], experts: Experts | None, heads: Heads, e
         surplus = [layer for layer in stack.layers if layer >= depth]
         if missing:
             fault("missing-layer", f"{field} is {depth}; of layer {compact_ranges(missing)} there is no tensor", field)
-        if surplus and not (heads.mtp_counted and heads.mtp_counted.value):
+        is_counted = heads.mtp_counted is not None and heads.mtp_counted.value > 0
+        if surplus and not is_counted and not _holds_a_stage(entries, stack.prefix, depth):
             fault("surplus-layer", f"{field} is {depth}; there are tensors of layer {compact_ranges(surplus)}", field)
     if experts is not None and experts.counted is not None:
         odd = [layer for layer, count in experts.layers.items() if count not in (None, experts.counted.value)]

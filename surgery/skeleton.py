@@ -125,6 +125,14 @@ def class_config(config: Config, native: str = "") -> PretrainedConfig:
         raise NoSkeleton(f"the class refuses the config: {_one_line(error)}") from error
 
 
+def derived_lists(config: Config) -> dict[str, Sequence[Any]]:
+    """The lists with an entry a layer that the class makes of a config. Raises `NoSkeleton`."""
+    read = class_config(config)
+    inner = read.get_text_config()
+    depth = getattr(inner, "num_hidden_layers", None)
+    return _per_layer_lists(inner, depth) if isinstance(depth, int) else {}
+
+
 def _with_floats(value: Any) -> Any:
     """Infinities, which transformers writes as `{"__float__": "Infinity"}`."""
     if isinstance(value, dict):

@@ -100,9 +100,9 @@ class _Verification:
     def run(self, sample: float, seed: int) -> Report:
         reader = self._manifest()
         checkpoint = Checkpoint.survey(self._directory, allow_outside_links=self._allow_outside_links)
-        if not (checkpoint.files or checkpoint.config or checkpoint.strays or reader or self._has_manifest()):
+        if not (checkpoint.files or checkpoint.strays or reader or self._has_manifest()):
             raise SourceError(
-                "there is nothing to judge: no weights, no config, no manifest",
+                "there is nothing to judge: no weights and no manifest",
                 str(self._directory),
                 "name a checkpoint directory as DIR",
             )
@@ -116,6 +116,13 @@ class _Verification:
         proof: SourceProof | None = None
         if self._against is not None:
             proof = SourceProof("unverified", not_looked_at=["everything: no manifest says what came from where"])
+            if reader is None and not self._has_manifest():
+                self._proof.fault(
+                    "no-manifest",
+                    f"{self._directory.name} has no manifest, so nothing says what came from where",
+                    str(self._directory / MANIFEST_NAME),
+                    "are DIR and SRC swapped? `surgery diff` compares any two checkpoints",
+                )
         if reader is None:
             not_looked_at.append(
                 "tensor bytes: the manifest is damaged"

@@ -42,13 +42,37 @@ def test_other_fields_may_change_in_a_dummy_and_are_recorded_as_lost_fidelity(ti
     arguments = ["trim", source, tmp_path / "out", "--layers", "0", "--set", "hidden_size=64", "--set", "x.y=1"]
     assert support.run_surgery(*arguments).returncode == 2
     assert support.run_surgery(*arguments, "--dummy").returncode == 2
-    arguments = [*arguments[:-1], "note=tiny", "--dummy"]
+    arguments = [*arguments[:-1], "hidden_act=gelu", "--set", "attention_bias=true", "--dummy"]
     result = support.run_surgery(*arguments)
     assert result.returncode == 0, result.stderr
+    assert "attention_bias false -> true" in result.stdout
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert (config["hidden_size"], config["note"]) == (64, "tiny")
+    assert (config["hidden_size"], config["hidden_act"], config["attention_bias"]) == (64, "gelu", True)
     changes = json.loads((tmp_path / "out" / "surgery.json").read_text())["config_changes"]
-    assert [change["path"] for change in changes if "lost fidelity" in change["rule"]] == ["hidden_size", "note"]
+    assert [change["path"] for change in changes if "lost fidelity" in change["rule"]] == [
+        "hidden_size",
+        "hidden_act",
+        "attention_bias",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("pair", "says"),
+    [
+        ("attention_bias=True", "attention_bias is false, and True is text"),
+        ("hidden_size=wide", "hidden_size is 32, and wide is text"),
+        ("hiden_size=64", "the config has no hiden_size"),
+        ("num_hidden_layers=5", "says what the layers are"),
+        ("rope_scaling.factor=2", "rope_scaling is"),
+        ("hidden_size", "is not KEY=VALUE"),
+    ],
+)
+def test_a_field_that_is_not_there_or_gets_a_value_of_another_kind_is_refused(tiny_model, tmp_path, pair, says):
+    arguments = ["trim", tiny_model("llama"), tmp_path / "out", "--layers", "0", "--dummy", "--set", pair]
+    result = support.run_surgery(*arguments)
+    assert result.returncode == 2, result.stderr
+    assert says in result.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_every_operation_has_a_dummy(tiny_model, tmp_path):

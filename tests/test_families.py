@@ -15,7 +15,7 @@ import support
 import tiny_models
 from surgery.errors import CannotApply
 from surgery.families.carrying import LayerMap, carry, replaced_section
-from surgery.families.records import FAMILIES, find_family
+from surgery.families.records import find_family
 from surgery.families.schema import READERS
 
 # Non-prefix selections of six layers that every reader can express, by family.
@@ -37,7 +37,7 @@ SELECTIONS = {
     "nemotron_h": ["0,3,5", "1,2,3", "5,4"],
     "deepseek_v4": ["0,2,5", "1,3,4", "4,2"],
 }
-READER = {"jamba": "transformers", "llama4_text": "transformers"}
+READER = dict.fromkeys(("jamba", "llama4_text", "gpt_oss"), "transformers")
 
 
 @pytest.mark.parametrize("family", SELECTIONS)
@@ -56,12 +56,13 @@ def test_a_trim_of_layers_of_several_kinds_computes_what_the_cut_model_does(tiny
         assert support.run_surgery("verify", out, "--against", source).returncode == 0
 
 
-def test_every_record_has_layers_of_its_own_under_test():
-    tried = {tiny_models.model_type_of(name) for name in (*SELECTIONS, *tiny_models.families())}
-    records = {kind for family in FAMILIES for kind in family.model_types}
-    assert tried <= records | {"llama_tied"}
-    missing = {family.name for family in FAMILIES if not tried & set(family.model_types)}
-    assert missing == {"gemma3n", "gemma4"}, missing
+def test_what_vllm_never_reads_is_refused_where_its_own_rule_says_otherwise(tiny_model, tmp_path):
+    """gpt_oss: transformers takes the list, vLLM counts every second layer."""
+    source = tiny_model("gpt_oss")
+    refused = support.run_surgery("trim", source, tmp_path / "out", "--layers", "1,2,3", "--for", "vllm")
+    assert refused.returncode == 2
+    assert not (tmp_path / "out").exists()
+    assert support.run_surgery("trim", source, tmp_path / "out", "--layers", "2,5,0,1").returncode == 0
 
 
 # Config sections as publishers write them (no derived lists), the kinds each reader sees, by rule.

@@ -140,7 +140,6 @@ def test_a_config_that_does_not_change_keeps_its_bytes(editable, tmp_path):
 @pytest.mark.parametrize(
     ("family", "fields", "says"),
     [
-        ("llama", {"model_type": "mamba"}, "mamba"),
         ("llama", {"model_type": None}, "has no model_type"),
         ("llama", {"num_hidden_layers": 5}, "does not count"),
         ("llama", {"num_hidden_layers": 7}, "no tensors"),

@@ -51,6 +51,8 @@ def verify_command(
     Exit 0: nothing found; 1: findings; 3: there is nothing to judge.
     """
     path = local_path(directory)
+    if as_sums and as_json:
+        raise UsageError("--sums prints lines for sha256sum, no JSON", "--sums", "leave one of them out")
     if as_sums:
         for line in sums(path):
             emit(line)

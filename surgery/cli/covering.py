@@ -57,8 +57,12 @@ def table_lines(table: list[Target]) -> list[str]:
     """The table for people: target, layers, dependencies, request, loss."""
     lines = []
     for row in table:
-        of = f" of {len(row.source_layers)} ({compact_ranges(row.source_layers)[:40]})" if row.source_layers else ""
-        lines.append(f"{row.kind}: layers {compact_ranges(row.layers) or '-'}{of}")
+        if not row.source_layers:
+            lines.append(row.kind)
+        else:
+            plural = "s" if len(row.layers) != 1 else ""
+            kept = f"layer{plural} {compact_ranges(row.layers)}" if row.layers else "no layer"
+            lines.append(f"{row.kind}: {kept}, of {len(row.source_layers)}: {compact_ranges(row.source_layers)[:40]}")
         if row.depends_on:
             lines.append(f"  depends on {compact_ranges(row.depends_on)}")
         lines.append(f"  request: {row.request}")

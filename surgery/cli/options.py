@@ -70,13 +70,13 @@ def add_options(options: tuple[Callable[[Command], Command], ...]) -> Callable[[
     return decorate
 
 
-def parse_pairs(pairs: tuple[str, ...], option: str, mend: str) -> dict[str, str]:
-    """`OLD=NEW`, repeated, as a map. Raises `UsageError` for a pair without `=` or a repeated OLD."""
+def parse_pairs(pairs: tuple[str, ...], option: str, mend: str, form: str = "OLD=NEW") -> dict[str, str]:
+    """`OLD=NEW` pairs as a map; `form` is their name. Raises `UsageError` for one without `=` or a repeated OLD."""
     found: dict[str, str] = {}
     for pair in pairs:
         old, equals, new = pair.partition("=")
         if not equals or not old:
-            raise UsageError(f"{pair!r} is not OLD=NEW", option, mend)
+            raise UsageError(f"{pair!r} is not {form}", option, mend)
         if old in found:
             raise UsageError(f"{old!r} is given twice", option, "give each once")
         found[old] = new

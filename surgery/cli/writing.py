@@ -1,28 +1,25 @@
-"""The commands that write a checkpoint, and their plans: trim, repack, rename, run; plan, apply."""
+"""What every command that writes a checkpoint does with its plan; and the commands run, plan and apply."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
 
 from surgery.checkpoint import Checkpoint
-from surgery.cli.options import OUTPUT_OPTIONS, SOURCE_OPTIONS, WRITING_OPTIONS, add_options, parse_pairs
+from surgery.cli.options import SOURCE_OPTIONS, WRITING_OPTIONS, add_options
 from surgery.cli.output import emit, emit_json, message
 from surgery.cli.progress import ConsoleProgress
 from surgery.draft import Operation, draft_of
 from surgery.engine.space import allocated_nbytes
 from surgery.errors import MAX_LISTED_PROBLEMS, OutputError, UsageError, printable
 from surgery.execute import Options, Outcome, execute
-from surgery.operations.dummy import Dummy
 from surgery.operations.recipe import read_recipe, run_recipe
-from surgery.operations.rename import Rename
-from surgery.operations.repack import Repack
-from surgery.operations.trim import Trim
 from surgery.plan import make_plan
 from surgery.plan_file import decode_plan, plan_digest, read_plan, write_plan
 from surgery.plan_page import plan_page, plan_summary
@@ -110,7 +107,7 @@ def _told(plan: Plan, outcome: Outcome) -> str:
 
 
 def _short(value: Any) -> str:
-    text = printable(str(value))
+    text = printable(json.dumps(value, ensure_ascii=False))
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -145,7 +142,7 @@ def save_plan(plan: Plan, path: Path) -> None:
 Build = Callable[..., Operations]
 
 
-def _register(name: str, build: Build, options: tuple[Any, ...], text: str) -> click.Command:
+def register(name: str, build: Build, options: tuple[Any, ...], text: str) -> click.Command:
     """The writing command `name`, and its twin `plan name`; `build` makes the operations from the options."""
 
     @click.command(name, help=text)
@@ -200,120 +197,6 @@ def plan_group() -> None:
       surgery plan trim SRC --layers 0,6,7 -o plan.json
       surgery apply plan.json OUT
     """
-
-
-def _finished(operations: Operations, max_shard_size: str | None, dummy: bool, settings: tuple[str, ...]) -> Operations:
-    """What the options that every operation has add to it."""
-    if settings and not dummy:
-        raise UsageError("--set changes the config alone, which only a --dummy output may have", "--set", "add --dummy")
-    if dummy:
-        # Shards of no weights have no size: an option that does not apply is no part of the plan.
-        return [*operations, Dummy(parse_pairs(settings, "--set", "write --set hidden_size=64"))]
-    return operations if max_shard_size is None else [*operations, Repack(max_shard_size)]
-
-
-def _build_trim(
-    layers: tuple[str, ...],
-    cover: bool,
-    mtp: Literal["keep", "drop"],
-    retarget: Literal["", "last"],
-    reader: Literal["", "transformers", "vllm"],
-    max_shard_size: str | None,
-    dummy: bool,
-    settings: tuple[str, ...],
-) -> Operations:
-    if not layers and not cover:
-        raise UsageError("no layers chosen", "--layers", "write --layers 0,6,7, or --cover")
-    return _finished(
-        [Trim(" ".join(layers), cover, mtp, retarget or "", reader or "")], max_shard_size, dummy, settings
-    )
-
-
-def _build_repack(max_shard_size: str | None, dummy: bool, settings: tuple[str, ...]) -> Operations:
-    return _finished([] if dummy else [Repack(max_shard_size or "5GB")], None, dummy, settings)
-
-
-def _build_rename(
-    pairs: tuple[str, ...], regex: bool, max_shard_size: str | None, dummy: bool, settings: tuple[str, ...]
-) -> Operations:
-    renames = parse_pairs(pairs, "--map", "write --map model.language_model=model")
-    return _finished([Rename(renames, regex)], max_shard_size, dummy, settings)
-
-
-trim_command = _register(
-    "trim",
-    _build_trim,
-    (
-        click.option(
-            "--layers",
-            multiple=True,
-            metavar="LIST",
-            help="Source layers in their new order: 0,6,7; 0-3 has both ends; a repeat copies the layer again. "
-            "Repeatable: vision=0-3, encoder=0,1 name another stack.",
-        ),
-        click.option("--cover", is_flag=True, help="Keep the fewest layers that hold every kind."),
-        click.option(
-            "--mtp",
-            type=click.Choice(["keep", "drop"]),
-            default="keep",
-            show_default=True,
-            help="Multi-token-prediction stages: keep and renumber them, or drop tensors and count.",
-        ),
-        click.option(
-            "--retarget",
-            type=click.Choice(["last"]),
-            help="Point ids of layers that go (targets of a draft head) at the last kept layers.",
-        ),
-        click.option(
-            "--for",
-            "reader",
-            type=click.Choice(["transformers", "vllm"]),
-            help="Keep what this program reads of every layer; both, when left out.",
-        ),
-        *OUTPUT_OPTIONS,
-    ),
-    """Keep some layers of SRC, under new numbers, with a config that says so; write OUT.
-
-    \b
-    Example:
-      surgery trim SRC OUT --layers 0,6,7
-      surgery trim SRC OUT --layers 0-3,60 --dry-run
-    """,
-)
-
-repack_command = _register(
-    "repack",
-    _build_repack,
-    OUTPUT_OPTIONS,
-    """The same tensors and config in storage shards of another size.
-
-    \b
-    Example:
-      surgery repack SRC OUT --max-shard-size 2GB
-    """,
-)
-
-rename_command = _register(
-    "rename",
-    _build_rename,
-    (
-        click.option(
-            "--map",
-            "pairs",
-            multiple=True,
-            metavar="OLD=NEW",
-            help="OLD a whole name or a dotted prefix. Repeatable; the first that matches counts.",
-        ),
-        click.option("--regex", is_flag=True, help="OLD is a Python pattern, NEW its replacement."),
-        *OUTPUT_OPTIONS,
-    ),
-    """Other names for tensors; the config's quantisation module lists follow.
-
-    \b
-    Example:
-      surgery rename SRC OUT --map model.language_model=model
-    """,
-)
 
 
 @click.command("run")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from surgery.errors import CannotApply
+from surgery.errors import CannotApply, UsageError
 from surgery.families.dense import DENSE
 from surgery.families.encoder_decoder import ENCODER_DECODER
 from surgery.families.hybrid import HYBRID
@@ -52,6 +52,14 @@ def find_family(config: Config) -> Family | None:
     return wrapper.family(config, inner) if inner is not None else None
 
 
+def family_named(config: Config, name: str) -> Family:
+    """The record of the model type `name`, for a config of another. Raises `UsageError` where there is none."""
+    found = find_family({**config, "model_type": name})
+    if found is None:
+        raise UsageError(f"there is no record {name!r}", "--as", f"name one of {', '.join(known_types())}")
+    return found
+
+
 def require_family(config: Config | None, operation: str) -> Family:
     """As `find_family`; raises `CannotApply` where there is none."""
     if config is None:
@@ -62,12 +70,11 @@ def require_family(config: Config | None, operation: str) -> Family:
         )
     family = find_family(config)
     if family is None:
-        known = ", ".join(known_types())
         raise CannotApply(
-            f"model_type {model_type(config)!r} has no family record yet; there are: {known}"
+            f"model_type {model_type(config)!r} has no family record"
             if model_type(config)
-            else f"config.json has no model_type; known are: {known}",
+            else "config.json has no model_type, so nobody can say what its layers are",
             operation,
-            "repack and rename work on any checkpoint; for this type wait for its record",
+            "--as FAMILY takes a record's word for it; repack and rename work on any checkpoint",
         )
     return family

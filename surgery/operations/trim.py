@@ -12,12 +12,12 @@ from surgery.draft import Draft, changed, noted, with_tensors
 from surgery.errors import CannotApply, UsageError
 from surgery.families.carrying import LayerMap, readers_of
 from surgery.families.cover import cover, cover_table
-from surgery.families.records import require_family
 from surgery.families.schema import Config, Family
 from surgery.layer_ranges import compact_ranges, parse_ranges
 from surgery.operations.quantization_carry import carry_files
 from surgery.operations.trim_config import trimmed_config
 from surgery.operations.trim_tensors import Parts, layer_move, parts_of, trimmed_tensors
+from surgery.operations.witness import family_for, judge_skeleton, judge_tensors
 from surgery.quantization import is_numbered
 
 
@@ -30,6 +30,7 @@ class Trim(
 
     `mtp`: what becomes of the multi-token-prediction stages; nothing where there are none. `retarget` `last` points
     ids of dropped layers (draft heads' targets) at the last kept ones. `reader` narrows whose facts must hold.
+    `witness` `skeleton` also compares the class's own layers; `family` takes the word of the record of that model type.
     """
 
     layers: str = ""
@@ -37,6 +38,8 @@ class Trim(
     mtp: Literal["keep", "drop"] = "keep"
     retarget: Literal["", "last"] = ""
     reader: Literal["", "transformers", "vllm"] = ""
+    witness: Literal["", "skeleton"] = ""
+    family: str = ""
 
     def resolved(self, draft: Draft) -> Trim:
         """This trim with the layers that `cover` chooses, as the recipe records it."""
@@ -47,14 +50,16 @@ class Trim(
             )
         if not self.cover:
             return self
-        family = require_family(draft.config, "trim")
+        family, _ = family_for(draft.config, self.family, self.witness, "trim")
         assert draft.config is not None
         chosen = cover(family, draft.config, depth_of(family, draft.config), readers_of(family, self.reader))
         layers = " ".join([compact_ranges(chosen), self.layers]).strip()
         return msgspec.structs.replace(self, layers=layers, cover=False)
 
     def apply(self, draft: Draft) -> Draft:
-        family = require_family(draft.config, "trim")
+        family, word = family_for(draft.config, self.family, self.witness, "trim")
+        if word:
+            draft = noted(draft, "trim", f"witness: {word}")
         chosen = _by_stack(self.layers, family)
         for each in (family, *family.also):
             kept = chosen.get(each.stack.name)
@@ -71,7 +76,12 @@ class Trim(
         parts = parts_of(draft, family, depth)
         stages = list(parts.stages) if self.mtp == "keep" else []
         layers = LayerMap(kept, depth, stages)
+        if family.name.startswith("unknown") and self.witness != "skeleton":
+            judge_tensors(draft.tensors, parts, layers)
         trimmed = self._configured(draft, family, layers, parts)
+        if self.witness == "skeleton":
+            assert trimmed.config is not None
+            trimmed = noted(trimmed, "trim", judge_skeleton(draft.config, trimmed.config, family, layers))
         trimmed = carry_files(trimmed, draft.tensors, layer_move(parts, layers), is_numbered, "quantisation list")
         table = cover_table(
             family, draft.config, depth, readers_of(family, self.reader), kept, len(parts.stages), len(stages)

@@ -190,7 +190,10 @@ def _check_config_changes(head: Manifest, config: dict[str, Any], findings: Find
     for change in {change.path: change for change in in_config}.values():
         found = _looked_up(config, change.keys)
         if found is not _ABSENT and found != change.new:
-            _fault(findings, f"the manifest says {change.path} became {change.new!r}; config.json has {found!r}")
+            what = f"{change.path} became {change.new!r} when the output was made; config.json has {found!r}"
+            findings.fault(
+                "config-change", what, "config.json", "one of the two was edited since: make the output again"
+            )
 
 
 _ABSENT = object()

@@ -103,6 +103,7 @@ def report_text(report: Report) -> str:
     proof = report.source_proof
     if proof is not None:
         told = f"{proof.tensors:,} tensors compared ({proof.share:.1%}), {human_size(proof.nbytes)}"
+        told = told if proof.tensors else "no tensor was compared"
         lines += _verdict_lines("source proof", Verdict(proof.verdict, proof.not_looked_at), told)
     for severity in ("fault", "note"):
         lines += _finding_lines([finding for finding in report.findings if finding.severity == severity], report)

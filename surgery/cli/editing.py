@@ -1,0 +1,140 @@
+"""The commands that edit a checkpoint, and their twins under `plan`: trim, repack, rename."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import click
+
+from surgery.cli.options import OUTPUT_OPTIONS, parse_pairs
+from surgery.cli.writing import Operations, plan_group, register
+from surgery.errors import UsageError
+from surgery.operations.dummy import Dummy
+from surgery.operations.rename import Rename
+from surgery.operations.repack import Repack
+from surgery.operations.trim import Trim
+
+__all__ = ["plan_group", "rename_command", "repack_command", "trim_command"]
+
+
+def _finished(operations: Operations, max_shard_size: str | None, dummy: bool, settings: tuple[str, ...]) -> Operations:
+    """What the options that every operation has add to it."""
+    if settings and not dummy:
+        raise UsageError("--set changes the config alone, which only a --dummy output may have", "--set", "add --dummy")
+    if dummy:
+        # Shards of no weights have no size: an option that does not apply is no part of the plan.
+        return [*operations, Dummy(parse_pairs(settings, "--set", "write --set hidden_size=64", "KEY=VALUE"))]
+    return operations if max_shard_size is None else [*operations, Repack(max_shard_size)]
+
+
+def _build_trim(
+    layers: tuple[str, ...],
+    cover: bool,
+    mtp: Literal["keep", "drop"],
+    retarget: Literal["", "last"],
+    reader: Literal["", "transformers", "vllm"],
+    witness: Literal["", "skeleton"],
+    family: str,
+    max_shard_size: str | None,
+    dummy: bool,
+    settings: tuple[str, ...],
+) -> Operations:
+    if not layers and not cover:
+        raise UsageError("no layers chosen", "--layers", "write --layers 0,6,7, or --cover")
+    if any(not each.strip() for each in layers):
+        raise UsageError("--layers is empty", "--layers", "write --layers 0,6,7; did the command inside it fail?")
+    trim = Trim(" ".join(layers), cover, mtp, retarget or "", reader or "", witness or "", family or "")
+    return _finished([trim], max_shard_size, dummy, settings)
+
+
+def _build_repack(max_shard_size: str | None, dummy: bool, settings: tuple[str, ...]) -> Operations:
+    return _finished([] if dummy else [Repack(max_shard_size or "5GB")], None, dummy, settings)
+
+
+def _build_rename(
+    pairs: tuple[str, ...], regex: bool, max_shard_size: str | None, dummy: bool, settings: tuple[str, ...]
+) -> Operations:
+    renames = parse_pairs(pairs, "--map", "write --map model.language_model=model")
+    return _finished([Rename(renames, regex)], max_shard_size, dummy, settings)
+
+
+trim_command = register(
+    "trim",
+    _build_trim,
+    (
+        click.option(
+            "--layers",
+            multiple=True,
+            metavar="LIST",
+            help="Source layers in their new order: 0,6,7; 0-3 has both ends; a repeat copies the layer again. "
+            "Repeatable: vision=0-3, encoder=0,1 name another stack.",
+        ),
+        click.option("--cover", is_flag=True, help="Keep the fewest layers that hold every kind."),
+        click.option(
+            "--mtp",
+            type=click.Choice(["keep", "drop"]),
+            default="keep",
+            show_default=True,
+            help="Multi-token-prediction stages: keep and renumber them, or drop tensors and count.",
+        ),
+        click.option(
+            "--retarget",
+            type=click.Choice(["last"]),
+            help="Point ids of layers that go (targets of a draft head) at the last kept layers.",
+        ),
+        click.option(
+            "--for",
+            "reader",
+            type=click.Choice(["transformers", "vllm"]),
+            help="Keep what this program reads of every layer; both, when left out.",
+        ),
+        click.option(
+            "--witness",
+            type=click.Choice(["skeleton"]),
+            help="Also compare the layers of transformers' own class, before and after (imports torch).",
+        ),
+        click.option("--as", "family", metavar="TYPE", help="Take the word of another model type's record."),
+        *OUTPUT_OPTIONS,
+    ),
+    """Keep some layers of SRC, under new numbers, with a config that says so; write OUT.
+
+    \b
+    Example:
+      surgery trim SRC OUT --layers 0,6,7
+      surgery trim SRC OUT --layers 0-3,60 --dry-run
+    """,
+)
+
+repack_command = register(
+    "repack",
+    _build_repack,
+    OUTPUT_OPTIONS,
+    """The same tensors and config in storage shards of another size.
+
+    \b
+    Example:
+      surgery repack SRC OUT --max-shard-size 2GB
+    """,
+)
+
+rename_command = register(
+    "rename",
+    _build_rename,
+    (
+        click.option(
+            "--map",
+            "pairs",
+            multiple=True,
+            metavar="OLD=NEW",
+            help="OLD a whole name or a dotted prefix. Repeatable; the first that matches counts.",
+        ),
+        click.option("--regex", is_flag=True, help="OLD is a Python pattern, NEW its replacement."),
+        *OUTPUT_OPTIONS,
+    ),
+    """Other names for tensors; the config's quantisation module lists follow.
+
+    \b
+    Example:
+      surgery rename SRC OUT --map model.language_model=model
+    """,
+)
