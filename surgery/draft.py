@@ -23,6 +23,8 @@ from surgery.tiling import Content, sources
 Json = Any
 Config = dict[str, Json]
 CONFIG_NAME = "config.json"
+ALL_KEYS = "*"
+"""Where a change is of the keys of a whole file, and its values are the source's."""
 
 
 class SourceFile(msgspec.Struct, frozen=True):

@@ -48,6 +48,26 @@ class Skeleton:
     class_name: str
     library: str
 
+    def dtypes(self) -> dict[str, str]:
+        """The dtype of every parameter and stored buffer, by the class's own names."""
+        held = self.model.state_dict(keep_vars=True)
+        return {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in held.items()}
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What became of one stack: layer j of the new is layer `kept[j]` of the old, which had `depth`.
+
+    `section` is the path to its config. `moved` end the names of tensors that the first layer holds for all of them,
+    whichever it is.
+    """
+
+    stack: str
+    section: tuple[str, ...]
+    kept: tuple[int, ...]
+    depth: int
+    moved: tuple[str, ...] = ()
+
 
 @dataclass
 class Loading:
@@ -92,14 +112,17 @@ def _quiet() -> Iterator[None]:
     """transformers logs and warns about configs; what counts of it is in our findings."""
     from transformers.utils import logging as library_logging
 
-    before = library_logging.get_verbosity()
+    before, bars = library_logging.get_verbosity(), library_logging.is_progress_bar_enabled()
     library_logging.set_verbosity(logging.CRITICAL)
+    library_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         library_logging.set_verbosity(before)
+        if bars:
+            library_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def class_config(config: Config, native: str = "") -> PretrainedConfig:
@@ -188,39 +211,33 @@ def layer_prints(skeleton: Skeleton) -> dict[str, list[LayerPrint]]:
     return {path: [_print_of(layer, len(run)) for layer in run] for path, run in _runs(skeleton.model)}
 
 
-def difference(
-    old: Skeleton,
-    new: Skeleton,
-    stack: str,
-    section: Sequence[str],
-    kept: Sequence[int],
-    depth: int,
-    moved: Sequence[str] = (),
-) -> list[str]:
+def difference(old: Skeleton, new: Skeleton, cuts: Sequence[Cut]) -> list[str]:
     """Where a layer of the new skeleton is not what the layer it came from was; empty where every one is.
 
-    `stack` and `section` say which runs were cut: layer j of the new ones is layer `kept[j]` of the old, of `depth`.
-    Every other run that holds weights must be as it was. `moved` end the names of tensors that the first layer holds
-    for all, whichever it is.
+    Runs that no cut speaks of must be as they were, where they hold weights.
     """
     before, after = layer_prints(old), layer_prints(new)
-    cut = {path for path, run in before.items() if len(run) == depth and _is_of(old.model, path, stack, section)}
     found = []
+    judged: set[Cut] = set()
     for path in dict.fromkeys((*before, *after)):
         mine, theirs = before.get(path, []), after.get(path, [])
-        order = list(kept) if path in cut else list(range(len(mine)))
-        if path not in cut and not any(run.holds_weights for run in (*mine, *theirs)):
+        cut = next((each for each in cuts if len(mine) == each.depth and _is_of(old.model, path, each)), None)
+        if cut is None and not any(run.holds_weights for run in (*mine, *theirs)):
             continue  # Rotary tables and their like: as many as the layers that are left need.
+        order = cut.kept if cut is not None else range(len(mine))
+        moved = cut.moved if cut is not None else ()
         if len(theirs) != len(order):
             found.append(f"{path}: {len(theirs)} layers are built, {len(order)} belong there")
             continue
         for place, source in enumerate(order):
             if what := mine[source].without(moved).difference(theirs[place].without(moved)):
                 found.append(f"{path}.{place} is not what {path}.{source} was: {what}")
-        if path in cut:
-            found += _entry_differences(old.model, new.model, path, kept, depth)
-    if not cut:
-        found.append(f"the class builds no run of {depth} layers for the {stack} stack")
+        if cut is not None:
+            judged.add(cut)
+            found += _entry_differences(old.model, new.model, path, cut.kept, cut.depth)
+    found += [
+        f"the class builds no run of {cut.depth} layers for the {cut.stack} stack" for cut in cuts if cut not in judged
+    ]
     return found
 
 
@@ -236,14 +253,14 @@ def _entry_differences(
                 yield f"{name}: {now[name][place]} for {path}.{place}, {was[name][source]} for {path}.{source}"
 
 
-def _is_of(model: PreTrainedModel, path: str, stack: str, section: Sequence[str]) -> bool:
+def _is_of(model: PreTrainedModel, path: str, cut: Cut) -> bool:
     """Whether a run of modules belongs to the stack: by its name in models with two, else by the config above it."""
-    if stack in ("encoder", "decoder"):
-        return f".{stack}." in f".{path}."
-    if not section:
+    if cut.stack in ("encoder", "decoder"):
+        return f".{cut.stack}." in f".{path}."
+    if not cut.section:
         return True
     inner: Any = model.config
-    for key in section:
+    for key in cut.section:
         inner = getattr(inner, key, None)
     return inner is not None and owner_config(model, path).model_type == inner.model_type
 

@@ -296,6 +296,7 @@ FAMILIES = {
     "qwen3": _decoder,
     "qwen3_moe": _decoder,
     "deepseek_v3": _deepseek_v3,
+    "kimi_k2": _deepseek_v3,
 }
 
 

@@ -1,4 +1,4 @@
-"""The command that proves: verify."""
+"""The commands that prove: verify and check."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from surgery.check import check, check_text
 from surgery.cli.output import emit, emit_json
 from surgery.cli.progress import ConsoleProgress
 from surgery.errors import UsageError
@@ -74,4 +75,50 @@ def verify_command(
     else:
         emit(report_text(report))
     if report.failed:
+        context.exit(EXIT_FINDINGS)
+
+
+@click.command("check")
+@click.argument("directory", metavar="DIR")
+@click.option("--against", "source", metavar="SRC", help="Also: each layer is what the layer of SRC it came from was.")
+@click.option("--for-tp", type=click.IntRange(1, 4096), help="Can it run on so many tensor-parallel ranks?")
+@click.option("--for-ep", type=click.IntRange(1, 4096), help="Can its experts be dealt to so many ranks?")
+@click.option("--allow-unverified", is_flag=True, help="Exit 0 also where a question could not be answered.")
+@click.option("--allow-outside-links", is_flag=True, help="Follow links that leave DIR.")
+@click.option("--json", "as_json", is_flag=True, help="The report as one JSON document on stdout.")
+@click.pass_context
+def check_command(
+    context: click.Context,
+    directory: str,
+    source: str | None,
+    for_tp: int | None,
+    for_ep: int | None,
+    allow_unverified: bool,
+    allow_outside_links: bool,
+    as_json: bool,
+) -> None:
+    """Is DIR what its config says: every name, shape and dtype that the model's class demands, from headers alone.
+
+    The class is built without weights (transformers, torch and accelerate are imported); no weight is read.
+
+    \b
+    Example:
+      surgery check DIR
+      surgery check DIR --for-tp 2 --json
+
+    Exit 0: all passed; 1: something failed, or could not be answered; 3: there is nothing to judge.
+    """
+    against = local_path(source) if source is not None else None
+    report = check(
+        local_path(directory),
+        against=against,
+        for_tp=for_tp or 0,
+        for_ep=for_ep or 0,
+        allow_outside_links=allow_outside_links,
+    )
+    if as_json:
+        emit_json(report)
+    else:
+        emit(check_text(report))
+    if report.failed or (report.unverified and not allow_unverified):
         context.exit(EXIT_FINDINGS)

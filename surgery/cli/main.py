@@ -34,6 +34,11 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "verify_command",
         "Checksums, index, headers, layers; proof against SRC.",
     ),
+    "check": (
+        "surgery.cli.checking",
+        "check_command",
+        "Is it what its config says: names, shapes, dtypes.",
+    ),
     "diff": (
         "surgery.cli.looking",
         "diff_command",

@@ -50,6 +50,7 @@ MORE_HYBRID = (
         "transformers models/lfm2: without layer_types, attention in the layers of full_attn_idxs, or in all",
         MODEL_LAYERS,
         (types(Listed("full_attn_idxs", FULL, CONV, _ALL_FULL)),),
+        outside=("model.embed_tokens", "model.embedding_norm"),
     ),
     Family(
         "lfm3",
@@ -57,6 +58,7 @@ MORE_HYBRID = (
         "transformers models/lfm3",
         MODEL_LAYERS,
         (types(Cycle((SLIDING, CONV, FULL, CONV), first=(CONV,))),),
+        outside=("model.embed_tokens", "model.embedding_norm"),
     ),
     Family(
         "olmo_hybrid",
@@ -72,6 +74,7 @@ MORE_HYBRID = (
         "transformers models/recurrent_gemma: block_types is read again and again",
         MODEL_LAYERS,
         (fact("attention", Tiled("block_types", ("recurrent", "recurrent", "attention"))),),
+        outside=("model.embed_tokens", "model.final_norm"),
     ),
     Family(
         "lara_mini",
@@ -108,6 +111,7 @@ MORE_HYBRID = (
             types(Every("layer_group_size", FULL, LINEAR, period=6)),
         ),
         mtp=Mtp(behind=True, counts=("num_mtp_layers", "num_nextn_predict_layers")),
+        outside=("model.word_embeddings", "model.norm"),
     ),
     Family(
         "hy_v4",
@@ -159,6 +163,7 @@ MORE_HYBRID = (
             fact("ngram table", Ordinal("ple_layer_ids", base=1)),
         ),
         mtp=Mtp(prefixes=("mtp.",), counts=("mtp_num_hidden_layers", "num_nextn_predict_layers")),
+        outside=("model.embed_tokens",),
     ),
     Family(
         "minimax",

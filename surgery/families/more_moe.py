@@ -5,6 +5,8 @@ Read in transformers 5.24 `models/<type>/configuration_<type>.py`, and for vLLM 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from surgery.families.dense import FULL, MODEL_LAYERS, SLIDING
 from surgery.families.list_rules import IdText
 from surgery.families.moe import BEHIND, QWEN_EXPERTS
@@ -105,18 +107,22 @@ MORE_MOE = (
             fact("mlp", leading("num_dense_layers", 2)),
             fact("attention", PerLayer("layer_types", Always(None), add=False)),
         ),
+        outside=("model.embed_tokens", "model.embedding_norm"),
     ),
     *(_family(kind, mlp_types(_FREQ), _FULL) for kind in ("axk1",)),
     _family("axk2", mlp_types(_FREQ), types(Always("indexed_attention"))),
     _family("mistral4", fact("mlp", leading("first_k_dense_replace", 0)), _FULL),
     *(
-        _family(
-            kind,
-            fact("mlp", leading("first_k_dense_replace", 1)),
-            _FULL,
-            mtp=Mtp(True, counts=("num_mtp_layers", "num_nextn_predict_layers")),
+        replace(
+            _family(
+                kind,
+                fact("mlp", leading("first_k_dense_replace", 1)),
+                _FULL,
+                mtp=Mtp(True, counts=("num_mtp_layers", "num_nextn_predict_layers")),
+            ),
+            outside=(embedding, "model.norm"),
         )
-        for kind in ("sarvam_mla", "sarvam_moe")
+        for kind, embedding in (("sarvam_mla", "model.embed_tokens"), ("sarvam_moe", "model.word_embeddings"))
     ),
     _family(
         "dots1",
@@ -211,6 +217,7 @@ MORE_MOE = (
         ),
         (_MOE, _FULL),
         mtp=Mtp(prefixes=("model.mtp.",)),
+        misbuilt=(".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"),
     ),
     _family("kolibri1", _MOE, types(Every(None, FULL, SLIDING, period=5))),
     Family(

@@ -6,6 +6,8 @@ layer's computation depends on its number, none holds what others do not; tested
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from surgery.families.dense import FULL, MODEL_LAYERS, SLIDING
 from surgery.families.rules import Always, Switch
 from surgery.families.schema import Family, Stack, fact
@@ -54,12 +56,21 @@ _BY_PREFIX: dict[tuple[str, ...], tuple[str, ...]] = {
     ("biogpt.layers.", "layers."): ("biogpt",),
     ("transformer.blocks.", "blocks."): ("mpt",),
 }
+# Without a norm behind the layers, or with one of another name.
+_OUTSIDE: dict[str, tuple[str, ...]] = {
+    "nanochat": ("model.embed_tokens",),
+    "olmo": ("model.embed_tokens",),
+    "persimmon": ("model.embed_tokens", "model.final_layernorm"),
+    "phi": ("model.embed_tokens", "model.final_layernorm"),
+    "xglm": ("model.embed_tokens", "model.layer_norm"),
+}
 _SPELLINGS = {"mpt": "n_layers", "gptj": "n_layer", "codegen": "n_layer", "bloom": "n_layer", "gpt_bigcode": "n_layer"}
 
 
 def _plain(kind: str, prefixes: tuple[str, ...]) -> Family:
     stack = Stack("text", prefixes, depth=_SPELLINGS.get(kind, "num_hidden_layers"))
-    return Family(kind, (kind,), f"transformers models/{kind}", stack, (fact("attention", _WINDOW),))
+    family = Family(kind, (kind,), f"transformers models/{kind}", stack, (fact("attention", _WINDOW),))
+    return replace(family, outside=_OUTSIDE.get(kind, family.outside))
 
 
 PLAIN = (

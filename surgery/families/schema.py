@@ -156,7 +156,9 @@ class Family:
     `follows` are fields that equal the depth and are kept equal to it where they do; `last_layer` says what the reader
     makes of the last layer whatever the config says; `at_least_one` a fact that the reader demands of some layer;
     `first_only` ends the names of tensors that the first layer holds for all of them; `also` are the other stacks,
-    each a family of its own; `native` the model type whose class serves the family, where it is not its own.
+    each a family of its own; `native` the model type whose class serves the family, where it is not its own;
+    `outside` the modules that every checkpoint has beside layers named `model.layers.`; `misbuilt` ends the names of
+    tensors whose shape the class gets wrong, so that good checkpoints differ from it.
     """
 
     name: str
@@ -174,6 +176,8 @@ class Family:
     first_only: tuple[str, ...] = ()
     also: tuple[Family, ...] = ()
     native: str = ""
+    outside: tuple[str, ...] = ("model.embed_tokens", "model.norm")
+    misbuilt: tuple[str, ...] = ()
 
     def known_fields(self) -> set[str]:
         """Every config field that some rule of the record names."""

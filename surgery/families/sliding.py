@@ -79,6 +79,7 @@ SLIDING_DECODERS = (
             types(Every("global_attn_every_n_layers", FULL, SLIDING, period=3, phase=0)),
             fact("place", Edge()),
         ),
+        outside=(),
     ),
     Family(
         "mllama_text_model",

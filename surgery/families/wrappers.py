@@ -88,7 +88,7 @@ class Wrapper:
         if count:
             facts = (*facts, fact("vision input", Positions(count)))
         present = tuple(tower for tower in self.towers if _holds(config, tower.stack.sections[0]))
-        return replace(inner, name=self.kinds[0], stack=stack, fact_list=facts, also=present)
+        return replace(inner, name=self.kinds[0], stack=stack, fact_list=facts, also=present, native="")
 
     def _deepstack(self, config: Config) -> int:
         place: Any = config

@@ -10,7 +10,9 @@ import msgspec
 
 from surgery.draft import Config, ConfigChange, Draft, changed
 from surgery.errors import CannotApply, Problems, UsageError
+from surgery.families.records import find_family
 from surgery.operations.quantization_carry import carry_files, carry_places
+from surgery.operations.trim_tensors import split_layer
 from surgery.quantization import Move, named_in, unlisted_texts
 from surgery.quantization_schemes import modules_of
 from surgery.tiling import Content
@@ -38,6 +40,7 @@ class Rename(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
             if not new or new == "__metadata__" or not _is_text(new):
                 problems.add(f"{name} would become {new!r}, which is no tensor name", "rename", "choose other names")
             tensors[new] = content
+        _refuse_renumbering(draft, rename)
         problems.raise_if_any(CannotApply)
         if not matched:
             raise CannotApply(
@@ -98,6 +101,21 @@ def _module_move(names: Iterable[str], rename: Callable[[str], str]) -> Move:
         return None if new == path else [new]
 
     return move
+
+
+def _refuse_renumbering(draft: Draft, rename: Callable[[str], str]) -> None:
+    """A layer under another number is another kind of layer to the config: that is trim's work, which carries it."""
+    family = find_family(draft.config) if draft.config is not None else None
+    for stack in (family, *family.also) if family is not None else ():
+        for prefix in stack.stack.prefixes:
+            for name in draft.tensors:
+                before, after = split_layer(name, prefix), split_layer(rename(name), prefix)
+                if before is not None and after is not None and before[0] != after[0]:
+                    raise CannotApply(
+                        f"{name} would be of layer {after[0]}: the config says what each layer is by its number",
+                        "rename",
+                        "`surgery trim SRC OUT --layers ...` reorders layers, config and all",
+                    )
 
 
 def _is_text(name: str) -> bool:

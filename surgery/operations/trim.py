@@ -15,6 +15,7 @@ from surgery.families.cover import cover, cover_table
 from surgery.families.schema import Config, Family
 from surgery.layer_ranges import compact_ranges, parse_ranges
 from surgery.operations.quantization_carry import carry_files
+from surgery.operations.second_descriptions import carry_second_descriptions
 from surgery.operations.trim_config import trimmed_config
 from surgery.operations.trim_tensors import Parts, layer_move, parts_of, trimmed_tensors
 from surgery.operations.witness import family_for, judge_skeleton, judge_tensors
@@ -82,7 +83,9 @@ class Trim(
         if self.witness == "skeleton":
             assert trimmed.config is not None
             trimmed = noted(trimmed, "trim", judge_skeleton(draft.config, trimmed.config, family, layers))
-        trimmed = carry_files(trimmed, draft.tensors, layer_move(parts, layers), is_numbered, "quantisation list")
+        move = layer_move(parts, layers)
+        trimmed = carry_files(trimmed, draft.tensors, move, is_numbered, "quantisation list")
+        trimmed = carry_second_descriptions(trimmed, move, layers, family.stack.name)
         table = cover_table(
             family, draft.config, depth, readers_of(family, self.reader), kept, len(parts.stages), len(stages)
         )

@@ -78,7 +78,7 @@ def judge_tensors(tensors: dict[str, Content], parts: Parts, layers: LayerMap) -
 
 def judge_skeleton(old: Config, new: Config, family: Family, layers: LayerMap) -> str:
     """Every kept layer of the new config's skeleton is what it was in the old one's. Returns what was compared."""
-    from surgery.skeleton import NoSkeleton, build, difference
+    from surgery.skeleton import Cut, NoSkeleton, build, difference
 
     try:
         before, after = build(old, family.native), build(new, family.native)
@@ -86,8 +86,8 @@ def judge_skeleton(old: Config, new: Config, family: Family, layers: LayerMap) -
         raise CannotApply(
             f"there is no skeleton to bear witness: {error}", "--witness skeleton", "leave it out"
         ) from None
-    stack, path = family.stack.name, family.section(old)[0]
-    differences = difference(before, after, stack, path, layers.kept, layers.depth, family.first_only)
+    cut = Cut(family.stack.name, family.section(old)[0], tuple(layers.kept), layers.depth, family.first_only)
+    differences = difference(before, after, [cut])
     if differences:
         raise CannotApply(
             f"the class's layers would change: {differences[0]}"

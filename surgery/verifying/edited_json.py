@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from surgery.draft import ConfigChange
+from surgery.draft import ALL_KEYS, ConfigChange
 from surgery.errors import SourceError
 from surgery.storage import read_bytes
 
@@ -23,11 +23,23 @@ def edit_fault(before: Path, after: Path, changes: Iterable[ConfigChange]) -> st
     except (SourceError, ValueError, RecursionError) as error:
         return f"cannot be compared: {error}"
     for change in changes:
+        if change.keys == [ALL_KEYS]:
+            return _renamed_fault(document, found)
         place, last = _inside(document, change.keys)
         if place is None or _text(place[last]) != _text(change.old):
             return f"is said to have had another {'.'.join(change.keys)} than the source has"
         place[last] = change.new
     return None if _text(document) == _text(found) else "is not the source's with the changes that are recorded"
+
+
+def _renamed_fault(before: Any, after: Any) -> str | None:
+    """Other names for the entries of an object, some of them left out: what an entry says is what one of the source
+    says, and one that kept its name says what it said."""
+    if not isinstance(before, dict) or not isinstance(after, dict):
+        return "is no object"
+    said = {_text(value) for value in before.values()}
+    odd = [name for name, value in after.items() if _text(value) not in said]
+    return f"says of {odd[0]} what the source says of nothing" if odd else None
 
 
 def _read(path: Path) -> Any:

@@ -19,8 +19,11 @@ _SHOWN_LAYERS = 20
 _QUANTIZED = ("quantization_config", "compression_config")
 
 
-def check_loading(checkpoint: Checkpoint, findings: Findings) -> Verdict:
-    """Judge config against tensor names and shapes. Without a family record only what needs none is judged."""
+def check_loading(checkpoint: Checkpoint, findings: Findings, *, mtp_both_ways: bool = False) -> Verdict:
+    """Judge config against tensor names and shapes. Without a family record only what needs none is judged.
+
+    `mtp_both_ways`: stages that the config does not count are a fault too, not only counted ones without tensors.
+    """
     config = checkpoint.config
     if config is None:
         return Verdict("unverified", ["everything: there is no config.json that can be read"])
@@ -28,7 +31,7 @@ def check_loading(checkpoint: Checkpoint, findings: Findings) -> Verdict:
         return Verdict("unverified", ["everything: there are no weights to judge"])
     family = find_family(config)
     not_looked_at = check_ties(checkpoint, config, findings)
-    check_mtp(checkpoint, config, findings)
+    check_mtp(checkpoint, config, family, findings, both_ways=mtp_both_ways)
     check_experts(checkpoint, config, findings)
     check_embeddings(checkpoint, config, findings, known_family=family is not None)
     check_code(checkpoint, config, findings, known_family=family is not None)
@@ -180,8 +183,9 @@ class _Layers:
         """What every decoder of these families has beside its layers."""
         if self._prefix != "model.layers.":
             return
-        for name, others in (("model.embed_tokens", ()), ("model.norm", ("model.final_layernorm",))):
-            held = (f"{each}.{kind}" for each in (name, *others) for kind in ("weight", "qweight", "weight_packed"))
+        for name in self._family.outside:
+            names = (name, "model.final_layernorm") if name == "model.norm" else (name,)
+            held = (f"{each}.{kind}" for each in names for kind in ("weight", "qweight", "weight_packed"))
             if not any(tensor in self._tensors for tensor in held):
                 self._findings.fault(
                     "missing-tensor",

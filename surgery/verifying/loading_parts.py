@@ -13,9 +13,12 @@ from typing import Any
 from surgery.checkpoint import Checkpoint
 from surgery.config_reading import Config, setting, text_section
 from surgery.errors import SourceError
+from surgery.families.config_fields import read
+from surgery.families.schema import Family
 from surgery.layer_ranges import compact_ranges
 from surgery.safetensors_file import StoredTensor
 from surgery.storage import read_bytes
+from surgery.verifying.mtp_names import LAYER_NAME, MTP_NAME, is_mtp_name
 from surgery.verifying.rehash import Reader
 from surgery.verifying.verdicts import Findings
 
@@ -23,10 +26,9 @@ _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 _ROUTERS = ("gate.weight", "gate.bias", "gate.e_score_correction_bias", "router.weight", "router.bias")
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
-_MTP_NAME = re.compile(r"(?:^|\.)(?:mtp|nextn)[^.]*\.")
-_HEAD_NAME = re.compile(r"(?:^|\.)lm_head\.|^head\.")
-_LAYER_NAME = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.([0-9]{1,9})\.")
+_HEAD_NAME = re.compile(r"(?:^|\.)(?:lm_head|embed_out|proj_out|output_projection)\.|^head\.")
 _RELATIVE_IMPORT = re.compile(r"^\s*from\s+\.(\w+)\s+import\b", re.MULTILINE)
+_MAX_SPARE_ROWS = 256
 _MAX_SMALL_NBYTES = 16 << 20
 
 
@@ -40,21 +42,13 @@ def _count(config: Config, *names: str) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _is_mtp(name: str, depth: int | None) -> bool:
-    """Whether a name is of a multi-token-prediction stage: `mtp.*`, or a layer behind the last."""
-    if _MTP_NAME.search(name):
-        return True
-    match = _LAYER_NAME.search(name)
-    return match is not None and depth is not None and int(match[1]) >= depth
-
-
 def _embedding(checkpoint: Checkpoint) -> StoredTensor | None:
     """The token embedding of the decoder itself; MTP stages, inside the layers, may have a copy."""
     return next(
         (
             tensor
             for name, tensor in checkpoint.tensors.items()
-            if name.endswith("embed_tokens.weight") and not _LAYER_NAME.search(name) and not _MTP_NAME.search(name)
+            if name.endswith("embed_tokens.weight") and not LAYER_NAME.search(name) and not MTP_NAME.search(name)
         ),
         None,
     )
@@ -62,7 +56,7 @@ def _embedding(checkpoint: Checkpoint) -> StoredTensor | None:
 
 def _heads(checkpoint: Checkpoint) -> list[StoredTensor]:
     return [
-        tensor for name, tensor in checkpoint.tensors.items() if _HEAD_NAME.search(name) and not _MTP_NAME.search(name)
+        tensor for name, tensor in checkpoint.tensors.items() if _HEAD_NAME.search(name) and not MTP_NAME.search(name)
     ]
 
 
@@ -120,19 +114,33 @@ def _same(checkpoint: Checkpoint, first: StoredTensor, second: StoredTensor) -> 
     return digests[0] == digests[1]
 
 
-def check_mtp(checkpoint: Checkpoint, config: Config, findings: Findings) -> None:
-    """Case T10: a config that counts MTP stages has tensors of them."""
-    stages = _count(config, *_MTP_COUNTS)
-    depth = _count(config, "num_hidden_layers")
-    if stages is None or stages <= 0 or any(_is_mtp(name, depth) for name in checkpoint.tensors):
-        return
-    field = next(name for name in _MTP_COUNTS if _setting(config, name) == stages)
-    findings.fault(
-        "missing-mtp",
-        f"{field} is {stages}, but there is no tensor of an MTP stage: a speculative load would make one up",
-        "config.json",
-        f"get the missing tensors, or set {field} to 0",
-    )
+def check_mtp(
+    checkpoint: Checkpoint, config: Config, family: Family | None, findings: Findings, *, both_ways: bool
+) -> None:
+    """Case T10: a config that counts MTP stages has tensors of them, and the reverse."""
+    fields = family.mtp.counts if family is not None and family.mtp is not None else _MTP_COUNTS
+    section = family.section(config)[1] if family is not None else config
+    counts = {field: value for field in (*fields, *_MTP_COUNTS) if isinstance(value := read(section, field), int)}
+    stages = next((count for count in counts.values() if count), 0)
+    depth = family.depth(config) if family is not None else _count(config, "num_hidden_layers")
+    named = next((name for name in checkpoint.tensors if is_mtp_name(name, family, depth)), None)
+    if stages > 0 and named is None:
+        field = next(name for name, count in counts.items() if count == stages)
+        findings.fault(
+            "missing-mtp",
+            f"{field} is {stages}, but there is no tensor of an MTP stage: a speculative load would make one up",
+            "config.json",
+            f"get the missing tensors, or set {field} to 0",
+        )
+    elif named is not None and counts and not stages:
+        tell = findings.fault if both_ways else findings.note
+        tell(
+            "uncounted-mtp",
+            f"{next(iter(counts))} is 0, and {named} is of an MTP stage: no engine would load it",
+            "config.json",
+            f"set {next(iter(counts))} to the number of stages, or leave their tensors out",
+            named,
+        )
 
 
 def check_embeddings(checkpoint: Checkpoint, config: Config, findings: Findings, *, known_family: bool) -> None:
@@ -147,7 +155,9 @@ def check_embeddings(checkpoint: Checkpoint, config: Config, findings: Findings,
             continue  # Packed: its axes count other things.
         for axis, field, size in ((0, "vocab_size", vocabulary), (1, "hidden_size", hidden)):
             if size is not None and tensor.shape[axis] != size:
-                tell(
+                # Rows beyond the vocabulary are room that some classes give it (mllama: eight image tokens).
+                padded = axis == 0 and size < tensor.shape[0] <= size + _MAX_SPARE_ROWS
+                (findings.note if padded else tell)(
                     "embedding-shape",
                     f"{tensor.name} has shape {list(tensor.shape)}; {field} is {size}",
                     checkpoint.files[tensor.file].name,

@@ -1,0 +1,139 @@
+"""What tensor and expert parallelism an engine can run a checkpoint at: the numbers that must divide, and bytes a rank.
+
+The rules are those of vLLM 0.33 and of Megatron-like engines (facts/tensor-parallel.md): heads are dealt out whole,
+key and value heads are dealt out or repeated, feed-forward widths and quantisation blocks are cut, experts go whole to
+ranks under expert parallelism.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from surgery.config_reading import count_of, setting, text_section
+from surgery.packed_weights import COMPANIONS
+from surgery.safetensors_file import StoredTensor
+
+_CUT = re.compile(
+    r"\.(?:q_proj|k_proj|v_proj|o_proj|qkv_proj|gate_proj|up_proj|down_proj|gate_up_proj|w1|w2|w3|q_b_proj|kv_b_proj"
+    r"|query_key_value|dense_h_to_4h|dense_4h_to_h|wq_b|wo_b|in_proj|out_proj|fc1|fc2|c_fc)\b|(?:embed_tokens|lm_head"
+    r"|^embed|^head|wte)\.|\.experts\."
+)
+_KEY_VALUE = re.compile(r"\.(?:k_proj|v_proj)\.")
+_EXPERT = re.compile(r"\.experts\.")
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+class Legality(msgspec.Struct):
+    """`reasons`: why an engine would refuse; `notes`: what it does besides cutting. `rank_nbytes` is an estimate from
+    headers: cut what engines cut, repeat the rest."""
+
+    tensor_parallel: int
+    expert_parallel: int
+    reasons: list[str]
+    notes: list[str]
+    rank_nbytes: int
+
+
+def legality(
+    config: Mapping[str, Any], tensors: Iterable[StoredTensor], tensor_parallel: int = 1, expert_parallel: int = 1
+) -> Legality:
+    """Judge a config for so many ranks. `expert_parallel` 1: experts are cut like any matrix."""
+    found = Legality(tensor_parallel, expert_parallel, [], [], 0)
+    _judge_heads(config, tensor_parallel, found)
+    _judge_widths(config, tensor_parallel, expert_parallel, found)
+    _judge_experts(config, tensor_parallel, expert_parallel, found)
+    _judge_vocabulary(config, tensor_parallel, found)
+    found.rank_nbytes = _rank_nbytes(config, tensors, tensor_parallel, expert_parallel)
+    return found
+
+
+def _works(size: int, limit: int) -> str:
+    return ", ".join(str(n) for n in range(1, limit + 1) if size % n == 0)
+
+
+def _judge_heads(config: Mapping[str, Any], ranks: int, found: Legality) -> None:
+    heads = count_of(config, "num_attention_heads", "n_head", "n_heads", "num_heads")
+    if heads is not None and heads.value % ranks:
+        found.reasons.append(
+            f"{heads.field} is {heads.value}, not divisible by {ranks}; {_works(heads.value, max(ranks, 16))} would do"
+        )
+    shared = count_of(config, "num_key_value_heads", "n_head_kv", "num_kv_heads")
+    if shared is None or setting(config, "kv_lora_rank") is not None:
+        return  # Latent attention has no heads of its own in the cache.
+    if shared.value >= ranks and shared.value % ranks:
+        found.reasons.append(f"{shared.field} is {shared.value}, not divisible by {ranks}")
+    elif shared.value < ranks and ranks % max(1, shared.value):
+        found.reasons.append(f"{shared.field} is {shared.value}: {ranks} ranks cannot repeat them evenly")
+    elif shared.value < ranks:
+        found.notes.append(f"each key and value head is held by {ranks // shared.value} ranks")
+
+
+def _judge_widths(config: Mapping[str, Any], ranks: int, experts: int, found: Legality) -> None:
+    block = _block(config)
+    fields = ["intermediate_size", "ffn_hidden_size", "n_inner"]
+    if experts == 1:
+        fields += ["moe_intermediate_size", "expert_ffn_hidden_size"]
+    shared = setting(config, "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
+    widths = {field: text_section(config).get(field) for field in fields}
+    if shared is not None:
+        widths[shared[0]] = shared[1]
+    for field, value in widths.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+            continue
+        if value % ranks:
+            found.reasons.append(
+                f"{field} is {value}, not divisible by {ranks}; {_works(value, max(ranks, 16))} would do"
+            )
+        elif block and ranks > 1 and (value // ranks) % block:
+            found.reasons.append(
+                f"{field} is {value}: {value // ranks} a rank (of {ranks}) is no whole number of blocks of {block}"
+            )
+
+
+def _block(config: Mapping[str, Any]) -> int:
+    for key in ("quantization_config", "compression_config"):
+        section = setting(config, key)
+        size = section[1].get("weight_block_size") if section is not None and isinstance(section[1], dict) else None
+        if isinstance(size, list) and size and isinstance(size[0], int):
+            return size[0]
+    return 0
+
+
+def _judge_experts(config: Mapping[str, Any], ranks: int, experts: int, found: Legality) -> None:
+    counted = count_of(config, *_EXPERT_COUNTS)
+    if experts == 1:
+        return
+    if counted is None:
+        found.reasons.append("the config counts no experts")
+    elif counted.value % experts:
+        found.reasons.append(
+            f"{counted.field} is {counted.value}, not divisible by {experts}; "
+            f"{_works(counted.value, max(experts, 16))} would do"
+        )
+
+
+def _judge_vocabulary(config: Mapping[str, Any], ranks: int, found: Legality) -> None:
+    rows = count_of(config, "vocab_size")
+    if rows is not None and rows.value % (64 * ranks):
+        padded = -(-rows.value // (64 * ranks)) * 64 * ranks
+        found.notes.append(f"vocab_size {rows.value} is padded to {padded} rows (vLLM: a multiple of 64 a rank)")
+
+
+def _rank_nbytes(config: Mapping[str, Any], tensors: Iterable[StoredTensor], ranks: int, experts: int) -> int:
+    shared = count_of(config, "num_key_value_heads", "n_head_kv", "num_kv_heads")
+    heads = min(ranks, shared.value) if shared is not None and shared.value else ranks
+    total = 0
+    for tensor in tensors:
+        name, parts = tensor.name, 1
+        if _EXPERT.search(name):
+            parts = experts if experts > 1 else ranks
+        elif _KEY_VALUE.search(name):
+            parts = heads
+        elif _CUT.search(name) and (len(tensor.shape) >= 2 or name.rpartition(".")[2] not in COMPANIONS):
+            parts = ranks
+        total += -(-tensor.nbytes // parts)
+    return total

@@ -1,0 +1,214 @@
+"""What a reviewer found silently wrong in trims, each with the right answer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import model_zoo
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import support
+from surgery.errors import CannotApply
+from surgery.families.carrying import LayerMap, carry
+from surgery.families.cover import cover
+from surgery.families.records import find_family
+from surgery.families.schema import READERS
+
+
+def copied(source: Path, directory: Path, **fields) -> Path:
+    shutil.copytree(source, directory)
+    config = {**json.loads((directory / "config.json").read_text()), **fields}
+    config = {name: value for name, value in config.items() if value is not ...}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def with_tensors(directory: Path, **tensors: torch.Tensor) -> Path:
+    save_file(tensors, directory / "model-more.safetensors")
+    path = directory / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"] |= dict.fromkeys(tensors, "model-more.safetensors")
+    path.write_text(json.dumps(index))
+    return directory
+
+
+def trimmed_config(out: Path) -> dict:
+    return json.loads((out / "config.json").read_text())
+
+
+def test_v4_without_lists_gets_the_list_that_its_default_was(tiny_model, tmp_path):
+    source = copied(tiny_model("deepseek_v4"), tmp_path / "source", layer_types=..., compress_ratios=...)
+    config = json.loads((source / "config.json").read_text())
+    family = find_family(config)
+    changes = {change.field: change.new for change in carry(family, config, LayerMap([0, 3, 5], 6), READERS)}
+    csa, hca = "compressed_sparse_attention", "heavily_compressed_attention"
+    assert changes["layer_types"] == [hca, csa, csa]
+
+
+def test_an_mtp_stage_stays_what_it_was_at_its_new_number():
+    """vLLM reads first_k_dense_replace and moe_layer_freq at the stage's own number."""
+    config = {
+        "model_type": "deepseek_v3",
+        "num_hidden_layers": 6,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 2,
+    }
+    family = find_family(config)
+    with pytest.raises(CannotApply, match="MTP stage 0 would change its kind for vllm"):
+        carry(family, config, LayerMap([0, 1, 2], 6, [0]), ("vllm",))
+    carry(family, config, LayerMap([0, 1, 2, 3], 6, [0]), ("vllm",))
+
+
+def test_a_list_by_ordinal_follows_the_layers_of_its_kind():
+    config = {"model_type": "nemotron_h", "hybrid_override_pattern": "M-M-*E", "intermediate_size": [48, 32]}
+    family = find_family(config)
+    changes = {change.field: change.new for change in carry(family, config, LayerMap([0, 2, 3, 5], 6), READERS)}
+    assert changes["hybrid_override_pattern"] == "MM-E"
+    assert changes["intermediate_size"] == [32]
+
+
+def test_module_lists_in_another_spelling_of_the_prefix_follow_too(tmp_path):
+    source = model_zoo.build("gemma3", tmp_path / "source")
+    ignore = ["language_model.model.layers.2.mlp.down_proj", "model.language_model.layers.3.mlp.up_proj", "lm_head"]
+    section = {"quant_method": "compressed-tensors", "config_groups": {}, "ignore": ignore}
+    path = source / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": section}))
+    result = support.run_surgery("trim", source, tmp_path / "out", "--layers", "2,3", "--for", "transformers")
+    assert result.returncode == 0, result.stderr
+    assert trimmed_config(tmp_path / "out")["quantization_config"]["ignore"] == [
+        "language_model.model.layers.0.mlp.down_proj",
+        "model.language_model.layers.1.mlp.up_proj",
+        "lm_head",
+    ]
+
+
+def test_scales_of_a_depth_sliced_global_are_cut_along(tiny_model, tmp_path):
+    name = "model.per_layer_model_projection.weight"
+    source = copied(tiny_model("gemma3n_text"), tmp_path / "source")
+    rows = next(load_file(path)[name] for path in source.glob("*.safetensors") if name in load_file(path)).shape[0]
+    scale = torch.arange(float(rows)).reshape(rows, 1)
+    with_tensors(source, **{f"{name}_scale": scale})
+    arguments = ["trim", source, tmp_path / "out", "--layers", "1,2,3,4,5"]
+    assert support.run_surgery(*arguments).returncode == 0
+    for path in (tmp_path / "out").glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            if f"{name}_scale" in file.keys():  # noqa: SIM118
+                assert torch.equal(file.get_tensor(f"{name}_scale"), scale[rows // 6 :])
+                return
+    raise AssertionError("no scale")
+
+
+def test_a_layer_that_nothing_counts_is_no_mtp_stage(tiny_model, tmp_path):
+    source = copied(tiny_model("deepseek_v3"), tmp_path / "source", num_hidden_layers=5)
+    result = support.run_surgery("trim", source, tmp_path / "out", "--layers", "0,3")
+    assert result.returncode == 2
+    assert "holds what any layer holds and nothing of an MTP stage" in result.stderr
+
+
+def test_cover_adds_a_layer_where_one_of_each_kind_cannot_be_said():
+    """Llama 4's step of two: dense, MoE, dense, MoE; the fourth layer has no rotary positions."""
+    config = {
+        "model_type": "llama4_text",
+        "num_hidden_layers": 8,
+        "interleave_moe_layer_step": 2,
+        "no_rope_layer_interval": 4,
+        "moe_layers": [1, 3, 5, 7],
+    }
+    family = find_family(config)
+    assert cover(family, config, 8, READERS) == [0, 1, 2, 3]
+
+
+def test_entries_of_a_dropped_mtp_stage_leave_the_module_lists(tiny_model, tmp_path):
+    section = {"quant_method": "fp8", "modules_to_not_convert": ["lm_head", "mtp.fc", "mtp.layers.0.mlp.gate"]}
+    source = copied(
+        tiny_model("qwen3_next"), tmp_path / "source", quantization_config=section, num_nextn_predict_layers=1
+    )
+    with_tensors(source, **{"mtp.layers.0.mlp.gate.weight": torch.rand(4, 8), "mtp.fc.weight": torch.rand(4, 4)})
+    result = support.run_surgery("trim", source, tmp_path / "out", "--layers", "0,2", "--mtp", "drop")
+    assert result.returncode == 0, result.stderr
+    assert trimmed_config(tmp_path / "out")["quantization_config"]["modules_to_not_convert"] == ["lm_head"]
+
+
+def test_a_count_at_the_top_of_a_wrapper_follows(tmp_path):
+    source = model_zoo.build("gemma3", tmp_path / "source")
+    path = source / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": 6}))
+    arguments = ["trim", source, tmp_path / "out", "--layers", "2,3", "--for", "transformers"]
+    assert support.run_surgery(*arguments).returncode == 0
+    config = trimmed_config(tmp_path / "out")
+    assert (config["num_hidden_layers"], config["text_config"]["num_hidden_layers"]) == (2, 2)
+
+
+def test_mtp_drop_sets_the_count_to_zero_where_no_tensor_is_there(tiny_model, tmp_path):
+    source = copied(tiny_model("deepseek_v3"), tmp_path / "source", num_nextn_predict_layers=1)
+    result = support.run_surgery("trim", source, tmp_path / "out", "--layers", "0,3", "--mtp", "drop")
+    assert result.returncode == 0, result.stderr
+    assert trimmed_config(tmp_path / "out")["num_nextn_predict_layers"] == 0
+    assert support.run_surgery("verify", tmp_path / "out").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("targets", "layers", "new"),
+    [([3, 4, 5], "0,2", None), ([0, 2, 5], "0,1,2,3", [0, 2, 3]), ([3, 4, 5], "0,1,2,4", [2, 3, 3])],
+)
+def test_retarget_keeps_targets_that_are_kept_and_names_no_layer_twice(tiny_model, tmp_path, targets, layers, new):
+    source = copied(tiny_model("deepseek_v4"), tmp_path / "source", dspark_target_layer_ids=targets)
+    result = support.run_surgery("trim", source, tmp_path / "out", "--layers", layers, "--retarget", "last")
+    if new is None:
+        assert result.returncode == 2
+        assert "two ids would be one layer" in result.stderr
+        return
+    assert result.returncode == 0, result.stderr
+    found = trimmed_config(tmp_path / "out")["dspark_target_layer_ids"]
+    assert len(set(found)) == len(found)
+    assert all(0 <= layer < 4 for layer in found)
+
+
+def test_one_expert_is_no_mixture_for_jamba():
+    config = {"model_type": "jamba", "num_hidden_layers": 4, "num_experts": 1, "attn_layer_period": 2}
+    facts = find_family(config).all_facts(config, 4, "transformers")
+    assert {fact["mlp"] for fact in facts} == {"dense"}
+
+
+def test_a_renaming_that_renumbers_layers_is_trims_work(tiny_model, tmp_path):
+    swap = ["--map", "model.layers.0=model.layers.1", "--map", "model.layers.1=model.layers.0"]
+    result = support.run_surgery("rename", tiny_model("gemma2"), tmp_path / "out", *swap)
+    assert result.returncode == 2
+    assert "surgery trim" in result.stderr
+
+
+def test_files_that_describe_the_layers_a_second_time_are_carried_or_left_behind(tiny_model, tmp_path):
+    source = copied(tiny_model("llama"), tmp_path / "source")
+    (source / "params.json").write_text('{"dim": 32, "n_layers": 6}')
+    (source / "adapter_config.json").write_text('{"layers_to_transform": [5]}')
+    (source / "recipe.yaml").write_text("ignore: [model.layers.5.mlp.up_proj]\n")
+    schemes = {"model_quant_type": "W8A8", "model.layers.0.a.weight": "FLOAT", "model.layers.5.a.weight": "W8A8"}
+    (source / "quant_model_description.json").write_text(json.dumps(schemes))
+    result = support.run_surgery("trim", source, tmp_path / "out", "--layers", "5,1")
+    assert result.returncode == 0, result.stderr
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert not names & {"params.json", "adapter_config.json", "recipe.yaml"}
+    carried = json.loads((tmp_path / "out" / "quant_model_description.json").read_text())
+    assert carried == {"model_quant_type": "W8A8", "model.layers.0.a.weight": "W8A8"}
+    assert support.run_surgery("verify", tmp_path / "out", "--against", source).returncode == 0
+
+
+def test_whispers_alignment_heads_follow_the_decoder(tmp_path):
+    source = model_zoo.build("whisper", tmp_path / "source")
+    (source / "generation_config.json").write_text(json.dumps({"alignment_heads": [[1, 0], [3, 2], [5, 1]]}))
+    result = support.run_surgery("trim", source, tmp_path / "out", "--layers", "3,0,5")
+    assert result.returncode == 0, result.stderr
+    heads = json.loads((tmp_path / "out" / "generation_config.json").read_text())["alignment_heads"]
+    assert heads == [[0, 2], [2, 1]]
+    assert support.run_surgery("verify", tmp_path / "out", "--against", source).returncode == 0
+
+
+def test_an_empty_layer_list_says_so(tiny_model, tmp_path):
+    result = support.run_surgery("trim", tiny_model("llama"), tmp_path / "out", "--layers", "")
+    assert result.returncode == 2
+    assert "--layers is empty" in result.stderr
