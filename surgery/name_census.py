@@ -23,6 +23,7 @@ COMPONENTS = (
     "router",
     "norms",
     "lm_head",
+    "memory tables",
     "MTP",
     "vision",
     "audio",
@@ -42,6 +43,7 @@ _PARTS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
             r"\.(visual|vision\w*|vit|image\w*|img_\w+|vpm|resampler|sam_model|patch_embed\w*"
             r"|mm_projector|multi_modal_projector|merger|mlp1)\.",
         ),
+        ("memory tables", r"#.*\.(engram\w*|ple|ngram_embedding\w*)\."),
         ("audio", r"\.(audio\w*|speech\w*|sound\w*|apm|talker|code2wav|token2wav)\."),
         ("MTP", r"\.(mtp\w*|nextn\w*|eagle\w*)\."),
         ("shared experts", r"\.(shared_experts?|share_expert|shared_mlp|shared_expert_gate)\."),

@@ -43,6 +43,8 @@ NOT_CHECKED = frozenset(("longcat_flash",))
 UNPROVEN = {
     "kimi_k2": "no class of its own: DeepSeek-V3's serves it (deepseek_v3 is proven)",
     "kimi_k25": "transformers 5.24 saves its text layers under names it does not load",
+    "deepseek_v41": "no class: rules alone, tests/test_trim_review.py",
+    "deepseek_v4_1": "no class: rules alone, tests/test_trim_review.py",
     "nemotron_h": "tests/test_families.py",
     "jamba": "tests/test_families.py",
     "deepseek_v4": "tests/test_families.py",

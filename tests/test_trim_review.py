@@ -212,3 +212,72 @@ def test_an_empty_layer_list_says_so(tiny_model, tmp_path):
     result = support.run_surgery("trim", tiny_model("llama"), tmp_path / "out", "--layers", "")
     assert result.returncode == 2
     assert "--layers is empty" in result.stderr
+
+
+V41 = {
+    "model_type": "deepseek_v41",
+    "text_config": {
+        "num_hidden_layers": 40,
+        "compress_ratios": [0, 0] + [4, 128] * 19 + [0, 0, 0],
+        "num_hash_layers": 3,
+        "kv_source_layer_ids": [2, 8, 14, 20],
+        "index_source_layer_ids": [2, 8, 14, 20, 24, 28, 32, 36],
+        "candidate_source_layer_id": 20,
+        "engram_layer_ids": [1, 14],
+        "engram_num_embeddings": [1000, 2000],
+        "dspark_target_layer_ids": [37, 38, 39],
+    },
+}
+
+
+def test_v41_owners_tables_and_ids_follow_the_layers():
+    """facts/trimming.md 1.4: owners of caches and indices, tables paired with the list of layers that have them."""
+    family = find_family(V41)
+    kept = [0, 1, 2, 3, 4, 14, 20, 22]
+    changes = {change.field: change.new for change in carry(family, V41, LayerMap(kept, 40, [0, 1, 2]), READERS)}
+    assert changes["kv_source_layer_ids"] == [2, 5, 6]
+    assert changes["index_source_layer_ids"] == [2, 5, 6]
+    assert changes["engram_layer_ids"] == [1, 5]
+    assert "engram_num_embeddings" not in changes
+    assert changes["compress_ratios"] == [0, 0, 4, 128, 4, 4, 4, 4, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("kept", "says"),
+    [
+        ([0, 14], "no config says this order of engram"),
+        ([0, 1, 9], "takes its kv from layer 8"),
+    ],
+)
+def test_v41_without_an_earlier_table_or_an_owner_is_refused(kept, says):
+    with pytest.raises(CannotApply, match=says):
+        carry(find_family(V41), V41, LayerMap(kept, 40), READERS)
+
+
+PLE = {
+    "ple_layer_ids": [2, 5],
+    "ple_embed_dim": 32,
+    "ngram_vocab_size_base": 64,
+    "heads_per_ngram": 2,
+    "ngram_size": 3,
+    "make_ngram_vocab_size_divisible_by": 8,
+    "split_ngram_parts": 2,
+    "ple_conv_kernel_size": 2,
+}
+
+
+def test_memory_tables_are_kept_in_their_order_shown_and_dropped_only_when_asked(tmp_path):
+    source = model_zoo.build("qwen4_exp_text", tmp_path / "source", **PLE)
+    assert "memory tables" in support.run_surgery("inspect", source).stdout
+    second = support.run_surgery("trim", source, tmp_path / "no", "--layers", "3,4")
+    assert second.returncode == 2
+    assert "ngram table" in second.stderr
+    assert support.run_surgery("trim", source, tmp_path / "kept", "--layers", "1,3,4").returncode == 0
+    wanted = model_zoo.logits(model_zoo.cut_in_memory(source, "qwen4_exp_text", [1, 3, 4]))
+    assert torch.equal(model_zoo.logits(model_zoo.load_strict(tmp_path / "kept", "qwen4_exp_text")), wanted)
+    dropped = support.run_surgery("trim", source, tmp_path / "dropped", "--layers", "3,4", "--tables", "drop")
+    assert dropped.returncode == 0, dropped.stderr
+    assert trimmed_config(tmp_path / "dropped")["ple_layer_ids"] == []
+    model_zoo.load_strict(tmp_path / "dropped", "qwen4_exp_text")
+    assert "is lost" in (tmp_path / "dropped" / "surgery.json").read_text()
+    assert support.run_surgery("verify", tmp_path / "dropped", "--against", source).returncode == 0

@@ -34,6 +34,7 @@ def _build_trim(
     retarget: Literal["", "last"],
     reader: Literal["", "transformers", "vllm"],
     witness: Literal["", "skeleton"],
+    tables: Literal["keep", "drop"],
     family: str,
     max_shard_size: str | None,
     dummy: bool,
@@ -43,7 +44,7 @@ def _build_trim(
         raise UsageError("no layers chosen", "--layers", "write --layers 0,6,7, or --cover")
     if any(not each.strip() for each in layers):
         raise UsageError("--layers is empty", "--layers", "write --layers 0,6,7; did the command inside it fail?")
-    trim = Trim(" ".join(layers), cover, mtp, retarget or "", reader or "", witness or "", family or "")
+    trim = Trim(" ".join(layers), cover, mtp, retarget or "", reader or "", witness or "", family or "", tables)
     return _finished([trim], max_shard_size, dummy, settings)
 
 
@@ -92,6 +93,13 @@ trim_command = register(
             "--witness",
             type=click.Choice(["skeleton"]),
             help="Also compare the layers of transformers' own class, before and after (imports torch).",
+        ),
+        click.option(
+            "--tables",
+            type=click.Choice(["keep", "drop"]),
+            default="keep",
+            show_default=True,
+            help="Tables inside layers that are looked up (Engram, n-gram embeddings): keep them, or leave them out.",
         ),
         click.option("--as", "family", metavar="TYPE", help="Take the word of another model type's record."),
         *OUTPUT_OPTIONS,

@@ -6,10 +6,10 @@ Read in transformers 5.24 `models/<type>/` and vLLM 0.33 `model_executor/models/
 from __future__ import annotations
 
 from surgery.families.dense import FULL, MODEL_LAYERS, SLIDING
-from surgery.families.list_rules import ByOrdinal
+from surgery.families.list_rules import ByOrdinal, Ordinal, Owner, Paired
 from surgery.families.moe import BEHIND, QWEN_EXPERTS
 from surgery.families.rules import Always, Every, Leading, PerLayer
-from surgery.families.schema import Family, LayerIds, Mtp, Reference, Stack, fact
+from surgery.families.schema import Family, LayerIds, Memory, Mtp, Reference, Stack, fact
 from surgery.families.special_rules import CountedHead, Cycle, DenseThenSparse, Several, Spaced
 
 LINEAR = "linear_attention"
@@ -117,9 +117,10 @@ HYBRID = (
     ),
     Family(
         "deepseek_v4",
-        ("deepseek_v4",),
-        "transformers models/deepseek_v4: layer_types, or compress_ratios with a tail for MTP; hash layers lead",
-        Stack("text", ("layers.", "model.layers.")),
+        ("deepseek_v4", "deepseek_v41", "deepseek_v4_1"),
+        "transformers models/deepseek_v4: layer_types, or compress_ratios with a tail for MTP; hash layers lead; 4.1 "
+        "(no class, facts/trimming.md 1.4): owners of caches and indices, tables by their place in a list",
+        Stack("text", ("layers.", "model.layers."), sections=(("text_config",), ())),
         (
             fact(
                 "attention",
@@ -129,8 +130,18 @@ HYBRID = (
                 ),
             ),
             fact("mlp", transformers=_HASH_HEAD, vllm=CountedHead(_HASH_HEAD, "hash_moe", "moe")),
+            fact("kv", Owner("kv_source_layer_ids")),
+            fact("indices", Owner("index_source_layer_ids")),
+            fact("engram", Ordinal("engram_layer_ids")),
+            fact("engram rows", Paired("engram_num_embeddings", "engram_layer_ids")),
         ),
+        references=(
+            Reference("kv_from", ("kv", "shared"), ("kv", "own")),
+            Reference("indices_from", ("indices", "shared"), ("indices", "own")),
+        ),
+        memory=Memory("engram", ("engram_layer_ids", "engram_num_embeddings")),
         mtp=Mtp(prefixes=("mtp.",)),
-        ids=(LayerIds("dspark_target_layer_ids"),),
+        ids=(LayerIds("dspark_target_layer_ids"), LayerIds("candidate_source_layer_id")),
+        native="deepseek_v4",
     ),
 )

@@ -118,3 +118,45 @@ class Ordinal:
         ids = [place + self.base for place, value in enumerate(carry.wanted) if value is not None]
         fields = {self.field: ids}
         return carry.changes(fields) if carry.says(self, fields) else None
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Layers that `field` lists own what the layers behind them share, up to the next owner; before the first, and
+    without the field, there is nothing to share."""
+
+    field: str
+
+    def value(self, config: Config, layer: int, depth: int) -> Any:
+        ids = read(config, self.field)
+        if not isinstance(ids, list):
+            return None
+        if layer in ids:
+            return "own"
+        return "shared" if any(isinstance(each, int) and each < layer for each in ids) else None
+
+    def express(self, carry: Carry) -> Fields | None:
+        if not isinstance(read(carry.old, self.field), list):
+            return {}
+        fields = {self.field: [place for place, value in enumerate(carry.wanted) if value == "own"]}
+        return carry.changes(fields) if carry.says(self, fields) else None
+
+
+@dataclass(frozen=True)
+class Paired:
+    """A list beside a list of ids (`by`): one entry for each layer that is listed there, in that order."""
+
+    field: str
+    by: str
+
+    def value(self, config: Config, layer: int, depth: int) -> Any:
+        ids, listed = read(config, self.by), read(config, self.field)
+        if not isinstance(ids, list) or not isinstance(listed, list) or layer not in ids:
+            return None
+        place = ids.index(layer)
+        return listed[place] if place < len(listed) else None
+
+    def express(self, carry: Carry) -> Fields | None:
+        if not isinstance(read(carry.old, self.field), list):
+            return {}
+        return carry.changes({self.field: [value for value in carry.wanted if value is not None]})

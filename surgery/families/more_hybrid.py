@@ -10,7 +10,7 @@ from surgery.families.list_rules import Ordinal, Tiled
 from surgery.families.moe import BEHIND
 from surgery.families.more_moe import leading, mlp_types
 from surgery.families.rules import Always, Every, Leading, Listed, PerLayer
-from surgery.families.schema import Family, Mtp, Reference, Stack, fact
+from surgery.families.schema import Family, Memory, Mtp, Reference, Stack, fact
 from surgery.families.sliding import types
 from surgery.families.special_rules import Cycle, DenseThenSparse, OwnIndex, Spaced
 
@@ -162,6 +162,7 @@ MORE_HYBRID = (
             types(Every("full_attention_interval", INDEXED, LINEAR, period=4)),
             fact("ngram table", Ordinal("ple_layer_ids", base=1)),
         ),
+        memory=Memory("ple", ("ple_layer_ids",)),
         mtp=Mtp(prefixes=("mtp.",), counts=("mtp_num_hidden_layers", "num_nextn_predict_layers")),
         outside=("model.embed_tokens",),
     ),

@@ -127,6 +127,17 @@ class Mtp:
 
 
 @dataclass(frozen=True)
+class Memory:
+    """Tables inside layers that the model looks up and does not compute: often most of a small output.
+
+    `module` is their place in a layer's names, `emptied` the lists of the config that say which layers have them.
+    """
+
+    module: str
+    emptied: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class LayerIds:
     """A config field with ids of layers (`base` on) that is no fact: ids of layers that go are refused.
 
@@ -158,7 +169,7 @@ class Family:
     `first_only` ends the names of tensors that the first layer holds for all of them; `also` are the other stacks,
     each a family of its own; `native` the model type whose class serves the family, where it is not its own;
     `outside` the modules that every checkpoint has beside layers named `model.layers.`; `misbuilt` ends the names of
-    tensors whose shape the class gets wrong, so that good checkpoints differ from it.
+    tensors whose shape the class gets wrong, so that good checkpoints differ from it; `memory` are tables in layers.
     """
 
     name: str
@@ -178,6 +189,7 @@ class Family:
     native: str = ""
     outside: tuple[str, ...] = ("model.embed_tokens", "model.norm")
     misbuilt: tuple[str, ...] = ()
+    memory: Memory | None = None
 
     def known_fields(self) -> set[str]:
         """Every config field that some rule of the record names."""

@@ -14,6 +14,7 @@ from surgery.families.carrying import LayerMap, readers_of
 from surgery.families.cover import cover, cover_table
 from surgery.families.schema import Config, Family
 from surgery.layer_ranges import compact_ranges, parse_ranges
+from surgery.operations.memory_tables import without_memory
 from surgery.operations.quantization_carry import carry_files
 from surgery.operations.second_descriptions import carry_second_descriptions
 from surgery.operations.trim_config import trimmed_config
@@ -32,6 +33,7 @@ class Trim(
     `mtp`: what becomes of the multi-token-prediction stages; nothing where there are none. `retarget` `last` points
     ids of dropped layers (draft heads' targets) at the last kept ones. `reader` narrows whose facts must hold.
     `witness` `skeleton` also compares the class's own layers; `family` takes the word of the record of that model type.
+    `tables` `drop` leaves out tables inside layers that are looked up (Engram, n-gram embeddings).
     """
 
     layers: str = ""
@@ -41,6 +43,7 @@ class Trim(
     reader: Literal["", "transformers", "vllm"] = ""
     witness: Literal["", "skeleton"] = ""
     family: str = ""
+    tables: Literal["keep", "drop"] = "keep"
 
     def resolved(self, draft: Draft) -> Trim:
         """This trim with the layers that `cover` chooses, as the recipe records it."""
@@ -61,6 +64,8 @@ class Trim(
         family, word = family_for(draft.config, self.family, self.witness, "trim")
         if word:
             draft = noted(draft, "trim", f"witness: {word}")
+        if self.tables == "drop":
+            draft = without_memory(draft, family)
         chosen = _by_stack(self.layers, family)
         for each in (family, *family.also):
             kept = chosen.get(each.stack.name)

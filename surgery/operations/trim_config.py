@@ -169,6 +169,8 @@ def _layer_meant(entry: object, ids: LayerIds, depth: int) -> int | None:
         return None
     if not ids.hidden_states:
         layer = entry - ids.base
+        if entry == -1:
+            return -1  # No layer at all.
     else:
         layer = (entry if entry >= 0 else depth + 1 + entry) - 1
         if layer == -1:
