@@ -239,7 +239,12 @@ def config_of(kind: str, **fields: Any) -> PretrainedConfig:
     known.update(dict.fromkeys(getattr(made, "attribute_map", {})))
     shrunk = {name: value for name, value in _SIZES.items() if name in known}
     shrunk.update({name: DEPTH for name in _DEPTHS if name in known})
-    return made(**{**shrunk, **NEEDS.get(kind, {}), **fields})
+    given = {**NEEDS.get(kind, {}), **fields}
+    for alias, target in getattr(made, "attribute_map", {}).items():
+        # Two names of one field: the one that is asked for counts.
+        if (alias in given) != (target in given):
+            shrunk.pop(target if alias in given else alias, None)
+    return made(**{**shrunk, **given})
 
 
 _TOWER: dict[str, Any] = {

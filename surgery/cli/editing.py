@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 import click
@@ -9,12 +10,15 @@ import click
 from surgery.cli.options import OUTPUT_OPTIONS, parse_pairs
 from surgery.cli.writing import Operations, plan_group, register
 from surgery.errors import UsageError
+from surgery.layer_ranges import parse_ranges
 from surgery.operations.dummy import Dummy
+from surgery.operations.keep_lists import METRICS, read_keep, read_scores
+from surgery.operations.prune import Prune
 from surgery.operations.rename import Rename
 from surgery.operations.repack import Repack
 from surgery.operations.trim import Trim
 
-__all__ = ["plan_group", "rename_command", "repack_command", "trim_command"]
+__all__ = ["plan_group", "prune_command", "rename_command", "repack_command", "trim_command"]
 
 
 def _finished(operations: Operations, max_shard_size: str | None, dummy: bool, settings: tuple[str, ...]) -> Operations:
@@ -46,6 +50,39 @@ def _build_trim(
         raise UsageError("--layers is empty", "--layers", "write --layers 0,6,7; did the command inside it fail?")
     trim = Trim(" ".join(layers), cover, mtp, retarget or "", reader or "", witness or "", family or "", tables)
     return _finished([trim], max_shard_size, dummy, settings)
+
+
+def _build_prune(
+    keep: Path | None,
+    scores: str | None,
+    metric: str,
+    experts: int | None,
+    ratio: float | None,
+    protected: tuple[str, ...],
+    mtp_experts: Literal["", "prune", "full", "drop"] | None,
+    for_tp: int | None,
+    for_ep: int | None,
+    max_shard_size: str | None,
+    dummy: bool,
+    settings: tuple[str, ...],
+) -> Operations:
+    if keep is not None and scores is not None:
+        raise UsageError("a keep list and scores both choose", "--keep", "give one of them")
+    choose, sums = read_scores(scores) if scores is not None else ("", {})
+    pairs = parse_pairs(protected, "--protect", "write --protect model.layers.3=0,7", "LAYER=IDS")
+    prune = Prune(
+        keep=read_keep(keep) if keep is not None else {},
+        choose=choose,
+        scores=sums,
+        metric=metric,
+        experts=experts or 0,
+        ratio=ratio or 0.0,
+        protect={layer: parse_ranges(ids) for layer, ids in pairs.items()},
+        mtp_experts=mtp_experts or "",
+        for_tp=for_tp or 0,
+        for_ep=for_ep or 0,
+    )
+    return _finished([prune], max_shard_size, dummy, settings)
 
 
 def _build_repack(max_shard_size: str | None, dummy: bool, settings: tuple[str, ...]) -> Operations:
@@ -110,6 +147,50 @@ trim_command = register(
     Example:
       surgery trim SRC OUT --layers 0,6,7
       surgery trim SRC OUT --layers 0-3,60 --dry-run
+    """,
+)
+
+prune_command = register(
+    "prune",
+    _build_prune,
+    (
+        click.option(
+            "--keep", metavar="FILE", type=click.Path(path_type=Path), help="The experts that stay, by layer."
+        ),
+        click.option(
+            "--scores", metavar="FILE|router-norm|first", help="Choose by scores, by router rows, or the first ones."
+        ),
+        click.option(
+            "--metric",
+            type=click.Choice(list(METRICS)),
+            default="reap",
+            show_default=True,
+            help="Which number of the scores.",
+        ),
+        click.option("--experts", type=click.IntRange(1), help="How many experts of each layer stay."),
+        click.option("--ratio", type=float, help="The share of experts that goes, in place of --experts."),
+        click.option(
+            "--protect", "protected", multiple=True, metavar="LAYER=IDS", help="Experts that stay: model.layers.3=0,7."
+        ),
+        click.option(
+            "--mtp-experts",
+            type=click.Choice(["prune", "full", "drop"]),
+            help="An MTP head's own experts: prune by the list, keep its width, or drop the head.",
+        ),
+        click.option("--for-tp", type=click.IntRange(1), help="Refuse a result that so many ranks cannot cut."),
+        click.option(
+            "--for-ep", type=click.IntRange(1), help="Refuse a result that so many expert ranks cannot share."
+        ),
+        *OUTPUT_OPTIONS,
+    ),
+    """Keep some experts of every layer of SRC, renumbered, routers and counts with them; write OUT.
+
+    \b
+    Example:
+      surgery prune SRC OUT --keep keep.json
+      surgery prune SRC OUT --scores router-norm --ratio 0.5
+
+    A keep list is {"format": 1, "experts": {"model.layers.3": [0, 2, 5]}}: source layers, ids in their new order.
     """,
 )
 

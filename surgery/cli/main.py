@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "What is in a checkpoint, and what is odd about it.",
     ),
     "trim": ("surgery.cli.editing", "trim_command", "Keep some layers, under new numbers, config and all."),
+    "prune": ("surgery.cli.editing", "prune_command", "Keep some experts of every layer, routers and all."),
     "cover": ("surgery.cli.covering", "cover_command", "The fewest layers that keep every kind."),
     "repack": ("surgery.cli.editing", "repack_command", "The same tensors in shards of another size."),
     "rename": ("surgery.cli.editing", "rename_command", "Other names for tensors."),

@@ -20,11 +20,12 @@ import msgspec
 from surgery.draft import Draft, Operation, changed
 from surgery.errors import SurgeryError, UsageError
 from surgery.operations.dummy import Dummy
+from surgery.operations.prune import Prune
 from surgery.operations.rename import Rename
 from surgery.operations.repack import Repack
 from surgery.operations.trim import Trim
 
-AnyOperation = Trim | Rename | Repack | Dummy
+AnyOperation = Trim | Prune | Rename | Repack | Dummy
 """The operation table: a recipe entry is one of these, told apart by `operation`."""
 
 
@@ -32,7 +33,7 @@ def run_recipe(draft: Draft, operations: Sequence[Operation]) -> Draft:
     """Apply `operations` in their order, in one pass over names and config; the draft remembers the recipe."""
     for number, operation in enumerate(operations, 1):
         try:
-            if isinstance(operation, Trim):
+            if isinstance(operation, Trim | Prune):
                 operation = operation.resolved(draft)
             draft = operation.apply(draft)
         except SurgeryError as error:

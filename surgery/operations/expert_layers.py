@@ -1,0 +1,174 @@
+"""The layers of a draft that hold routed experts, and what each of their tensors is to them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+
+from surgery.draft import Config, Draft
+from surgery.errors import CannotApply, Problems
+from surgery.families.config_fields import read
+from surgery.families.expert_names import (
+    COUNTS,
+    EXPERT,
+    EXTRA_ROWS,
+    FLATTENED,
+    FUSED,
+    ID_TABLES,
+    ROUTER,
+    SHARED,
+)
+from surgery.families.schema import Family
+from surgery.tiling import sources
+
+Role = Literal["expert", "fused", "flattened", "router", "ids", "whole"]
+
+
+class Part(msgspec.Struct, frozen=True):
+    """One tensor of the layer's mixture: `id` of an `expert`, the `axis` of experts of the others."""
+
+    name: str
+    role: Role
+    rest: str
+    id: int = -1
+    axis: int = 0
+
+
+class ExpertLayer(msgspec.Struct):
+    """`key` is the layer's prefix in the draft, `source` in the source: keep lists name that. `experts` is how many
+    there are, `module` where they lie behind the key, `extra` the router's rows behind them."""
+
+    key: str
+    source: str
+    module: str
+    experts: int
+    extra: int
+    parts: list[Part]
+    is_mtp: bool
+
+
+def expert_layers(draft: Draft, family: Family, depth: int) -> list[ExpertLayer]:
+    """Every layer with routed experts, of the text decoder and of MTP heads; towers have their own business.
+
+    Raises `CannotApply` for ids with gaps, counts that disagree, or a tensor with an axis of experts that nobody knows.
+    """
+    found: dict[tuple[str, str], list[Part]] = {}
+    for name in draft.tensors:
+        match = EXPERT.match(name) or FUSED.match(name)
+        if match is not None and _in_scope(match["layer"], family):
+            found.setdefault((match["layer"], match["module"]), []).append(_part(name, match))
+    problems = Problems()
+    layers = []
+    for (key, module), parts in found.items():
+        layer = _layer(draft, family, depth, key, module, parts, problems)
+        if layer is not None:
+            layers.append(layer)
+    _take_routers(draft, layers, problems)
+    problems.raise_if_any(CannotApply, "the experts are not what they should be")
+    return layers
+
+
+def _in_scope(layer: str, family: Family) -> bool:
+    prefixes = (*family.stack.prefixes, *(family.mtp.prefixes if family.mtp is not None else ()), "mtp.")
+    return f"{layer}.".startswith(prefixes)
+
+
+def _part(name: str, match: re.Match[str]) -> Part:
+    number = match.groupdict().get("id")
+    if number is not None:
+        return Part(name, "expert", match["part"], int(number))
+    return Part(name, "flattened" if FLATTENED.match(match["part"]) else "fused", match["part"])
+
+
+def _layer(
+    draft: Draft, family: Family, depth: int, key: str, module: str, parts: list[Part], problems: Problems
+) -> ExpertLayer | None:
+    config = draft.config or {}
+    ids = sorted({part.id for part in parts if part.role == "expert"})
+    counted = expert_count(config, family)
+    if ids and ids != list(range(len(ids))):
+        problems.add(f"{key}: expert ids are not 0 to {len(ids) - 1}", key, "get the missing tensors")
+        return None
+    fused = {
+        draft.tensors[part.name].shape[0]
+        for part in parts
+        if part.role == "fused" and len(draft.tensors[part.name].shape) > 1
+    }
+    sizes = fused | ({len(ids)} if ids else set()) | ({counted} if counted and not ids and not fused else set())
+    if len(sizes) != 1:
+        problems.add(f"{key}: {sorted(sizes)} experts in one layer", key, "check that its tensors are of one model")
+        return None
+    experts = sizes.pop()
+    is_mtp = _is_mtp(key, family, depth)
+    if counted is not None and counted != experts and not is_mtp:
+        problems.add(f"{key} has {experts} experts; the config counts {counted}", key, "correct the config")
+    extra = next((value for name in EXTRA_ROWS if isinstance(value := read(_section(config, family), name), int)), 0)
+    return ExpertLayer(key, _source_key(draft, parts[0].name, key), module, experts, extra, parts, is_mtp)
+
+
+def _section(config: Config, family: Family) -> Config:
+    return dict(family.section(config)[1])
+
+
+def expert_count(config: Config, family: Family) -> int | None:
+    """The count of routed experts that the config states; None where it is a list, or not there."""
+    section = family.section(config)[1]
+    return next((value for name in COUNTS if isinstance(value := read(section, name), int) and value), None)
+
+
+def _is_mtp(key: str, family: Family, depth: int) -> bool:
+    for prefix in family.stack.prefixes:
+        rest = f"{key}."[len(prefix) :]
+        if f"{key}.".startswith(prefix) and rest.partition(".")[0].isdecimal():
+            return int(rest.partition(".")[0]) >= depth
+    return True
+
+
+def _source_key(draft: Draft, name: str, key: str) -> str:
+    """The layer's prefix in the source: what the tensors' own source is called."""
+    source = sources(draft.tensors[name])[0].name
+    match = EXPERT.match(source) or FUSED.match(source)
+    return match["layer"] if match is not None else key
+
+
+def _take_routers(draft: Draft, layers: list[ExpertLayer], problems: Problems) -> None:
+    by_key: dict[str, list[ExpertLayer]] = {}
+    for layer in layers:
+        by_key.setdefault(layer.key, []).append(layer)
+    taken = {part.name for layer in layers for part in layer.parts}
+    for name, content in draft.tensors.items():
+        if name in taken:
+            continue
+        for layer in by_key.get(_layer_key(name), ()):
+            rest = name[len(layer.key) + 1 + len(layer.module) :]
+            if name.startswith(f"{layer.key}.{layer.module}") and not SHARED.match(rest):
+                layer.parts += _router_part(name, rest, content.shape, layer, problems)
+
+
+_LAYER = re.compile(r"^.*?(?:^|\.)[0-9]+(?=\.)")
+
+
+def _layer_key(name: str) -> str:
+    match = _LAYER.match(name)
+    return match[0] if match is not None else ""
+
+
+def _router_part(
+    name: str, rest: str, shape: tuple[int, ...], layer: ExpertLayer, problems: Problems
+) -> Iterator[Part]:
+    rows = {layer.experts, layer.experts + layer.extra}
+    if rest.rpartition(".")[2] in ID_TABLES:
+        yield Part(name, "ids", rest)
+    elif ROUTER.match(rest):
+        axis = next((axis for axis in (0, len(shape) - 1) if shape and shape[axis] in (*rows, layer.experts + 1)), None)
+        if axis is not None:
+            yield Part(name, "router", rest, axis=axis)
+    elif layer.module and layer.experts in shape:
+        problems.add(
+            f"{name} has shape {list(shape)}: an axis of {layer.experts} is perhaps one of experts, and nobody knows",
+            name,
+            "this architecture's router needs a rule",
+        )

@@ -1,0 +1,346 @@
+"""Prune: keep some experts of every layer, in a given order, with their routers, companions and counts. Bytes only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from surgery.draft import Draft, changed, noted, with_tensors
+from surgery.errors import CannotApply, Problems, UsageError
+from surgery.families.config_fields import holds
+from surgery.families.records import require_family
+from surgery.families.schema import Family
+from surgery.layer_ranges import compact_ranges
+from surgery.legality import legality
+from surgery.operations.expert_layers import ExpertLayer, Part, expert_layers
+from surgery.operations.expert_values import id_rows, router_norms
+from surgery.operations.keep_lists import METRICS, Keep, best, by_layer, metric_values
+from surgery.operations.prune_config import group_count, pruned_config
+from surgery.operations.quantization_carry import carry_files, carry_places
+from surgery.operations.trim import Trim, depth_of
+from surgery.quantization import Move, named_in
+from surgery.quantization_schemes import modules_of
+from surgery.tensor import reshape, take
+from surgery.tiling import Content
+
+EXPERT_GONE = "prune: the expert is not kept"
+Policy = Literal["", "prune", "full", "drop"]
+_FULL_WIDTH = {
+    "qwen3_5_text": "mtp_num_experts",
+    "qwen3_5_moe_text": "mtp_num_experts",
+    "qwen3_next": "mtp_num_experts",
+}
+"""Model types whose MTP head some engine loads at a width of its own, and the field it reads (oMLX 3659)."""
+
+
+class Prune(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="operation", tag="prune", omit_defaults=True
+):
+    """`keep`: ids by the source's layer prefix; the order given is the new order. Or `choose` by `scores` (sums by
+    layer prefix, as `observe` stores them), `router-norm` or `first`: so many `experts`, or all but the `ratio`.
+
+    `metric` says which number of the scores counts; `protect` ids that stay whatever their score. `mtp_experts`: what
+    becomes of the experts of an MTP head: `prune` them by a list of their own, keep the `full` width, `drop` the head.
+    """
+
+    keep: Keep = {}
+    choose: Literal["", "scores", "router-norm", "first"] = ""
+    scores: dict[str, dict[str, Any]] = {}
+    metric: str = "reap"
+    experts: int = 0
+    ratio: float = 0.0
+    protect: Keep = {}
+    mtp_experts: Policy = ""
+    for_tp: int = 0
+    for_ep: int = 0
+    chosen_by: dict[str, list[float]] = {}
+
+    def resolved(self, draft: Draft) -> Prune:
+        """This operation with the keep list that its scores choose, and the scores that chose it."""
+        if bool(self.keep) == bool(self.choose):
+            raise UsageError("either a keep list or scores choose what stays", "prune", "give --keep or --scores")
+        if not self.choose:
+            return self
+        family, layers = _layers_of(draft)
+        assert draft.config is not None
+        groups = group_count(family.section(draft.config)[1])
+        values = self._values(draft, layers)
+        if not values:
+            raise CannotApply("the scores name none of the model's layers", "--scores", "observe this model")
+        protect = by_layer(self.protect, layers) if self.protect else {}
+        keep = {}
+        for layer in layers:
+            if layer.source in values:
+                scores = values[layer.source]
+                if len(scores) != layer.experts:
+                    what = f"{layer.source}: {len(scores)} scores for {layer.experts} experts"
+                    raise CannotApply(what, "--scores", "observe this model")
+                count = self._count(layer.experts)
+                keep[layer.source] = best(scores, count, groups, protect.get(layer.source, []), layer.source)
+        chosen_by = {} if self.choose == "first" else values
+        return msgspec.structs.replace(
+            self, keep=keep, choose="", scores={}, experts=0, ratio=0.0, protect={}, chosen_by=chosen_by
+        )
+
+    def _count(self, before: int) -> int:
+        if bool(self.experts) == bool(self.ratio):
+            raise UsageError("how many stay?", "prune", "give --experts 64, or --ratio 0.5 (the share that goes)")
+        if self.experts:
+            return self.experts
+        if not 0 < self.ratio < 1:
+            raise UsageError(f"the ratio is {self.ratio}; a share between 0 and 1 goes", "--ratio", "0.5 takes half")
+        return before - int(before * self.ratio)
+
+    def _values(self, draft: Draft, layers: Sequence[ExpertLayer]) -> dict[str, list[float]]:
+        if self.choose == "first":
+            return {layer.source: [0.0] * layer.experts for layer in layers}
+        if self.choose == "router-norm":
+            return {layer.source: router_norms(draft, layer) for layer in layers}
+        if self.metric not in METRICS:
+            raise UsageError(f"no metric {self.metric!r}", "--metric", f"one of {', '.join(METRICS)}")
+        listed = by_layer({key: [] for key in self.scores}, layers)
+        return {
+            source: metric_values(self.scores[key], self.metric, key)
+            for source, key in zip(listed, self.scores, strict=True)
+        }
+
+    def apply(self, draft: Draft) -> Draft:
+        family, layers = _layers_of(draft)
+        keep = by_layer(self.keep, layers)
+        heads = [layer for layer in layers if layer.is_mtp]
+        policy = self._policy(family, draft, heads, keep)
+        if policy == "drop":
+            draft = _without_head(draft, family)
+            layers = [layer for layer in layers if not layer.is_mtp]
+        assert draft.config is not None
+        pruned = [layer for layer in layers if not (layer.is_mtp and policy == "full")]
+        after = _judge(keep, pruned, group_count(family.section(draft.config)[1]))
+        before = pruned[0].experts
+        config, changes, notes = pruned_config(draft.config, family, before, after)
+        tensors, gone = _pruned_tensors(draft, pruned, keep)
+        move = _module_move(pruned, keep)
+        more, told = carry_places(config, list(named_in(config)), modules_of(draft.tensors), move, "quantisation list")
+        done = with_tensors(draft, tensors, gone)
+        done = changed(done, config=config, config_changes=(*done.config_changes, *changes, *more))
+        done = carry_files(done, draft.tensors, move, lambda text: bool(move(text)), "quantisation list")
+        notes += told
+        if heads and policy == "full":
+            done = _full_width(done, family, heads[0].experts)
+        for note in notes:
+            done = noted(done, "prune", note)
+        self._judge_ranks(done)
+        return done
+
+    def _policy(self, family: Family, draft: Draft, heads: Sequence[ExpertLayer], keep: Keep) -> Policy:
+        if not heads:
+            return ""
+        covered = all(layer.source in keep for layer in heads)
+        if self.mtp_experts in ("", "prune") and not covered:
+            raise CannotApply(
+                f"the MTP head has experts of its own ({heads[0].source}), and the keep list does not name them",
+                "--mtp-experts",
+                "name them in the list (prune), or choose full (the head keeps its width) or drop (no head)",
+            )
+        if self.mtp_experts == "full" and not set(family.model_types) & set(_FULL_WIDTH):
+            raise CannotApply(
+                f"no engine reads a count of its own for the MTP experts of {family.name}",
+                "--mtp-experts full",
+                "prune them by a list of their own, or drop the head",
+            )
+        return self.mtp_experts or "prune"
+
+    def _judge_ranks(self, draft: Draft) -> None:
+        if not (self.for_tp or self.for_ep) or draft.config is None:
+            return
+        judged = legality(draft.config, (), max(1, self.for_tp), max(1, self.for_ep))
+        if judged.reasons:
+            raise CannotApply("\n".join(judged.reasons), "--for-tp, --for-ep", "keep another number of experts")
+
+
+def _layers_of(draft: Draft) -> tuple[Family, list[ExpertLayer]]:
+    family = require_family(draft.config, "prune")
+    assert draft.config is not None
+    layers = expert_layers(draft, family, depth_of(family, draft.config))
+    if not [layer for layer in layers if not layer.is_mtp]:
+        raise CannotApply(
+            f"{family.name} has no layer with routed experts here", "prune", "prune is for mixture-of-experts models"
+        )
+    return family, layers
+
+
+def _judge(keep: Keep, layers: Sequence[ExpertLayer], groups: int) -> int:
+    """How many stay, the same in every layer. Raises `CannotApply` for what a keep list must not say."""
+    problems = Problems()
+    counts: dict[int, list[str]] = {}
+    for layer in layers:
+        ids = keep.get(layer.source)
+        if ids is None:
+            problems.add(f"the keep list leaves out {layer.source}", layer.source, "name every layer with experts")
+            continue
+        counts.setdefault(len(ids), []).append(layer.source)
+        outside = [each for each in ids if not 0 <= each < layer.experts]
+        twice = sorted({each for each in ids if ids.count(each) > 1})
+        if outside or twice or not ids:
+            what = f"no expert {outside}" if outside else f"expert {twice} twice" if twice else "no expert stays"
+            problems.add(f"{layer.source}: {what}; it has 0 to {layer.experts - 1}", layer.source, "correct the list")
+        elif groups > 1:
+            _judge_groups(layer, ids, groups, problems)
+    if len(counts) > 1:
+        told = ", ".join(f"{count} in {sources[0]}" for count, sources in sorted(counts.items()))
+        problems.add(
+            f"unequal counts: {told}; no field of this family has one a layer", "keep list", "keep as many each"
+        )
+    problems.raise_if_any(CannotApply, "the keep list does not fit the model")
+    return next(iter(counts))
+
+
+def _judge_groups(layer: ExpertLayer, ids: Sequence[int], groups: int, problems: Problems) -> None:
+    width = layer.experts // groups
+    if len(ids) % groups:
+        problems.add(
+            f"{layer.source}: {len(ids)} experts in {groups} routing groups", layer.source, "as many of each group"
+        )
+        return
+    share = len(ids) // groups
+    moved = [each for place, each in enumerate(ids) if each // width != place // share]
+    if moved:
+        problems.add(
+            f"{layer.source}: expert {moved[0]} would leave its routing group ({groups} groups of {width})",
+            layer.source,
+            "keep equally many of each group, group after group",
+        )
+
+
+def _pruned_tensors(
+    draft: Draft, layers: Iterable[ExpertLayer], keep: Keep
+) -> tuple[dict[str, Content], dict[str, str]]:
+    """Kept experts under their new ids, whatever holds them cut along; everything else as it is."""
+    moved: dict[str, tuple[str, Content]] = {}
+    gone: dict[str, str] = {}
+    for layer in layers:
+        ids = keep[layer.source]
+        places = {each: place for place, each in enumerate(ids)}
+        for part in layer.parts:
+            if part.role == "expert":
+                if part.id in places:
+                    moved[part.name] = (_renumbered(part, places[part.id]), draft.tensors[part.name])
+                else:
+                    gone[part.name] = EXPERT_GONE
+            else:
+                moved[part.name] = (part.name, _cut(draft, layer, part, ids))
+    tensors = {}
+    for name, content in draft.tensors.items():
+        if name not in gone:
+            new, cut = moved.get(name, (name, content))
+            tensors[new] = cut
+    return _in_order(tensors, layers), gone
+
+
+def _module_move(layers: Sequence[ExpertLayer], keep: Keep) -> Move:
+    """The new names of a module path inside an expert, none where it goes; None for any other path."""
+    places = {
+        f"{layer.key}.{layer.module}experts.": {each: place for place, each in enumerate(keep[layer.source])}
+        for layer in layers
+    }
+
+    def move(path: str) -> list[str] | None:
+        match = _MODULE.match(path)
+        if match is None or match[1] not in places:
+            return None
+        place = places[match[1]].get(int(match[2]))
+        return [] if place is None else [f"{match[1]}{place}{match[3]}"]
+
+    return move
+
+
+_MODULE = re.compile(r"^(.*\.experts\.)([0-9]{1,9})((?:\..*)?)$")
+
+
+def _renumbered(part: Part, place: int) -> str:
+    head = part.name[: len(part.name) - len(part.rest) - 1]
+    return f"{head[: len(head) - len(str(part.id))]}{place}.{part.rest}"
+
+
+_ID = re.compile(r"\.experts\.([0-9]+)\.")
+
+
+def _in_order(tensors: dict[str, Content], layers: Iterable[ExpertLayer]) -> dict[str, Content]:
+    """Experts in the order of their new ids where their old ones stood: a permuted keep list gives tidy files."""
+    names = list(tensors)
+    result: dict[str, Content] = {}
+    run: list[str] = []
+
+    def flush() -> None:
+        run.sort(key=lambda name: int(_ID.search(name)[1]))  # type: ignore[index]
+        result.update((name, tensors[name]) for name in run)
+        run.clear()
+
+    before = None
+    for name in names:
+        match = _ID.search(name)
+        here = name[: match.start()] if match is not None else None
+        if here != before:
+            flush()
+        before = here
+        if match is None:
+            result[name] = tensors[name]
+        else:
+            run.append(name)
+    flush()
+    return result
+
+
+def _cut(draft: Draft, layer: ExpertLayer, part: Part, ids: Sequence[int]) -> Content:
+    content = draft.tensors[part.name]
+    if part.role == "ids":
+        _judge_ids(draft, layer, part, ids)
+        return content
+    shape = content.shape
+    if part.role == "flattened":
+        width = shape[0] // layer.experts
+        blocks = take(reshape(content, (layer.experts, width, *shape[1:])), 0, ids)
+        return reshape(blocks, (len(ids) * width, *shape[1:]))
+    if part.role == "fused" and (not shape or shape[0] == 1):
+        return content  # One scale for all of them.
+    if part.role == "fused" and shape[0] != layer.experts:
+        raise CannotApply(
+            f"{part.name} has shape {list(shape)}; its first axis should be the {layer.experts} experts",
+            part.name,
+            "this layout of experts needs a rule",
+        )
+    return take(content, part.axis, [*ids, *range(layer.experts, shape[part.axis])])
+
+
+def _judge_ids(draft: Draft, layer: ExpertLayer, part: Part, ids: Sequence[int]) -> None:
+    """A table whose values are expert ids says the same only where no id changes and none that it names goes."""
+    rows, changed_ids = id_rows(draft, part.name, ids)
+    if rows or changed_ids:
+        raise CannotApply(
+            f"{part.name} routes by a table of expert ids: {rows} of its rows name an expert that would go"
+            + ("" if rows else ", and the others would get other ids"),
+            part.name,
+            f"keep every expert of {layer.source} in its order: a hash layer has no router that could choose again",
+        )
+
+
+def _without_head(draft: Draft, family: Family) -> Draft:
+    assert draft.config is not None
+    return Trim(compact_ranges(range(depth_of(family, draft.config))), mtp="drop").apply(draft)
+
+
+def _full_width(draft: Draft, family: Family, experts: int) -> Draft:
+    assert draft.config is not None
+    field = next(field for kind, field in _FULL_WIDTH.items() if kind in family.model_types)
+    path, section = family.section(draft.config)
+    if holds(section, field):
+        return draft
+    from surgery.draft import ConfigChange
+    from surgery.families.carrying import replaced_section
+
+    config = replaced_section(family, draft.config, {**section, field: experts})
+    change = ConfigChange(".".join((*path, field)), None, experts, "MTP experts at full width", "omlx")
+    done = changed(draft, config=config, config_changes=(*draft.config_changes, change))
+    return noted(done, "prune", f"the MTP head keeps {experts} experts: {field} is what oMLX reads; vLLM reads none")

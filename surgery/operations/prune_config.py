@@ -1,0 +1,74 @@
+"""The config of a pruned model: every spelling of the count that the file has, and what an engine would refuse."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from surgery.draft import Config, ConfigChange
+from surgery.errors import CannotApply
+from surgery.families.config_fields import holds, read, with_fields
+from surgery.families.expert_names import CAPACITIES, COUNTS, GROUPS, KERNEL_COUNTS, TOP_GROUPS, TOP_K
+from surgery.families.schema import Family
+
+
+def pruned_config(
+    config: Config, family: Family, before: int, after: int
+) -> tuple[Config, list[ConfigChange], list[str]]:
+    """`config` with `after` experts where it counted `before`; nothing is added. And notes for a person.
+
+    Raises `CannotApply` where the router could not choose its top-k from what is left.
+    """
+    path = family.section(config)[0]
+    edited = copy.deepcopy(config)
+    changes: list[ConfigChange] = []
+    section: Any = edited
+    for key in path:
+        section = section[key]
+    _judge_top_k(section, after)
+    for place, prefix in ((section, path), *(((edited, ()),) if path else ())):
+        for field in (*COUNTS, *CAPACITIES):
+            old = read(place, field) if holds(place, field) else None
+            new = after if old == before and not isinstance(old, bool) else _list(old, before, after)
+            if new is not None and new != old:
+                changes.append(ConfigChange(".".join((*prefix, field)), copy.deepcopy(old), new, "expert count"))
+                place.update(with_fields(place, {field: new}))
+    notes = []
+    if after not in KERNEL_COUNTS:
+        notes.append(f"{after} experts: vLLM's top-k kernels are made for {', '.join(map(str, KERNEL_COUNTS))}")
+    return edited, changes, notes
+
+
+def _list(old: Any, before: int, after: int) -> list[int] | None:
+    """A list of counts, all of them the old one."""
+    if isinstance(old, list) and old and all(value == before for value in old):
+        return [after] * len(old)
+    return None
+
+
+def group_count(section: Mapping[str, Any]) -> int:
+    """Routing groups: experts are chosen from the best groups first. 1 where routing has none."""
+    return next((value for name in GROUPS if isinstance(value := read(section, name), int) and value > 1), 1)
+
+
+def _judge_top_k(section: Mapping[str, Any], after: int) -> None:
+    top_k = next(((name, value) for name in TOP_K if isinstance(value := read(section, name), int)), None)
+    if top_k is None:
+        return
+    groups = group_count(section)
+    chosen = next((value for name in TOP_GROUPS if isinstance(value := read(section, name), int)), groups)
+    reachable = after if groups == 1 else chosen * (after // groups)
+    if top_k[1] > reachable:
+        where = f" in {chosen} of {groups} groups" if groups > 1 else ""
+        raise CannotApply(
+            f"{top_k[0]} is {top_k[1]}, and {reachable} experts{where} are left to choose from",
+            "prune",
+            f"keep {top_k[1] * groups // max(1, chosen)} experts or more",
+        )
+    if groups > 1 and after // groups < 2:
+        raise CannotApply(
+            f"{after} experts in {groups} routing groups: a group is judged by its best two",
+            "prune",
+            f"keep {2 * groups} experts or more",
+        )
