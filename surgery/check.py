@@ -235,7 +235,7 @@ class _Checking:
         self.questions.append(Question("layers of the source", "unverified", why))
 
     def judge_ranks(self, tensor_parallel: int, expert_parallel: int) -> Legality:
-        tensors = self._checkpoint.tensors.values()
+        tensors = ((each.name, each.shape, each.nbytes) for each in self._checkpoint.tensors.values())
         judged = legality(self._config, tensors, tensor_parallel, expert_parallel)
         findings = Findings()
         for reason in judged.reasons:

@@ -15,7 +15,6 @@ import msgspec
 
 from surgery.config_reading import count_of, setting, text_section
 from surgery.packed_weights import COMPANIONS
-from surgery.safetensors_file import StoredTensor
 
 _CUT = re.compile(
     r"\.(?:q_proj|k_proj|v_proj|o_proj|qkv_proj|gate_proj|up_proj|down_proj|gate_up_proj|w1|w2|w3|q_b_proj|kv_b_proj"
@@ -25,6 +24,10 @@ _CUT = re.compile(
 _KEY_VALUE = re.compile(r"\.(?:k_proj|v_proj)\.")
 _EXPERT = re.compile(r"\.experts\.")
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+Sized = tuple[str, tuple[int, ...], int]
+"""A tensor's name, shape and bytes."""
 
 
 class Legality(msgspec.Struct):
@@ -39,7 +42,7 @@ class Legality(msgspec.Struct):
 
 
 def legality(
-    config: Mapping[str, Any], tensors: Iterable[StoredTensor], tensor_parallel: int = 1, expert_parallel: int = 1
+    config: Mapping[str, Any], tensors: Iterable[Sized], tensor_parallel: int = 1, expert_parallel: int = 1
 ) -> Legality:
     """Judge a config for so many ranks. `expert_parallel` 1: experts are cut like any matrix."""
     found = Legality(tensor_parallel, expert_parallel, [], [], 0)
@@ -123,17 +126,17 @@ def _judge_vocabulary(config: Mapping[str, Any], ranks: int, found: Legality) ->
         found.notes.append(f"vocab_size {rows.value} is padded to {padded} rows (vLLM: a multiple of 64 a rank)")
 
 
-def _rank_nbytes(config: Mapping[str, Any], tensors: Iterable[StoredTensor], ranks: int, experts: int) -> int:
+def _rank_nbytes(config: Mapping[str, Any], tensors: Iterable[Sized], ranks: int, experts: int) -> int:
     shared = count_of(config, "num_key_value_heads", "n_head_kv", "num_kv_heads")
     heads = min(ranks, shared.value) if shared is not None and shared.value else ranks
     total = 0
-    for tensor in tensors:
-        name, parts = tensor.name, 1
+    for name, shape, nbytes in tensors:
+        parts = 1
         if _EXPERT.search(name):
             parts = experts if experts > 1 else ranks
         elif _KEY_VALUE.search(name):
             parts = heads
-        elif _CUT.search(name) and (len(tensor.shape) >= 2 or name.rpartition(".")[2] not in COMPANIONS):
+        elif _CUT.search(name) and (len(shape) >= 2 or name.rpartition(".")[2] not in COMPANIONS):
             parts = ranks
-        total += -(-tensor.nbytes // parts)
+        total += -(-nbytes // parts)
     return total

@@ -23,6 +23,9 @@ def workplace(tiny_model, tmp_path):
     shutil.copytree(tiny_model("llama", layers=61, hidden_size=8, intermediate_size=8), tmp_path / "SRC")
     assert support.run_surgery("trim", "SRC", "OUT", "--layers", "0,1", cwd=tmp_path).returncode == 0
     (tmp_path / "recipe.yaml").write_text("recipe:\n- operation: trim\n  layers: 0,6,7\n")
+    shutil.copytree(tiny_model("qwen3_moe"), tmp_path / "MOE")
+    keep = {f"model.layers.{layer}": [0, 3] for layer in range(6)}
+    (tmp_path / "keep.json").write_text(json.dumps({"format": 1, "experts": keep}))
     (tmp_path / "A").symlink_to("SRC")
     (tmp_path / "B").symlink_to("SRC")
     (tmp_path / "DIR").symlink_to("SRC")
@@ -37,8 +40,10 @@ def test_the_help_of_every_command_has_an_example_and_it_runs(workplace):
         assert examples, f"surgery {name} --help has no example"
         for number, example in enumerate(examples):
             arguments = shlex.split(example.partition(" > ")[0])[1:]
-            if arguments[0] in ("trim", "repack", "rename", "run", "apply"):
+            if arguments[0] in ("trim", "prune", "repack", "rename", "run", "apply"):
                 arguments = [f"out-{name}-{number}" if argument == "OUT" else argument for argument in arguments]
+            if arguments[0] == "prune":
+                arguments[1] = "MOE"
             if "--map" in arguments:
                 arguments[arguments.index("--map") + 1] = "model.layers=model.h"
             result = support.run_surgery(*arguments, cwd=workplace)

@@ -422,6 +422,8 @@ def test_a_signal_ends_with_its_code_and_the_rerun_finishes(tmp_path, number, co
         env=support.surgery_environment(),
         stderr=subprocess.PIPE,
         text=True,
+        # A shell's background job ignores SIGINT, and what it starts inherits that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     staging = tmp_path / ".out.surgery-partial" / "content" / "model.safetensors"
     while not staging.exists() and process.poll() is None:

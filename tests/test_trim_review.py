@@ -281,3 +281,13 @@ def test_memory_tables_are_kept_in_their_order_shown_and_dropped_only_when_asked
     model_zoo.load_strict(tmp_path / "dropped", "qwen4_exp_text")
     assert "is lost" in (tmp_path / "dropped" / "surgery.json").read_text()
     assert support.run_surgery("verify", tmp_path / "dropped", "--against", source).returncode == 0
+
+
+def test_a_trim_for_so_many_ranks_says_what_one_holds_or_is_refused(tiny_model, tmp_path):
+    source = tiny_model("deepseek_v3")
+    arguments = ["trim", source, tmp_path / "out", "--layers", "0,3"]
+    refused = support.run_surgery(*arguments, "--for-tp", "3")
+    assert refused.returncode == 2
+    assert "num_attention_heads is 4, not divisible by 3" in refused.stderr
+    assert support.run_surgery(*arguments, "--for-tp", "2", "--for-ep", "2").returncode == 0
+    assert "expert parallel 2: about" in (tmp_path / "out" / "surgery.json").read_text()

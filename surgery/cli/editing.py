@@ -40,6 +40,8 @@ def _build_trim(
     witness: Literal["", "skeleton"],
     tables: Literal["keep", "drop"],
     family: str,
+    for_tp: int | None,
+    for_ep: int | None,
     max_shard_size: str | None,
     dummy: bool,
     settings: tuple[str, ...],
@@ -48,8 +50,25 @@ def _build_trim(
         raise UsageError("no layers chosen", "--layers", "write --layers 0,6,7, or --cover")
     if any(not each.strip() for each in layers):
         raise UsageError("--layers is empty", "--layers", "write --layers 0,6,7; did the command inside it fail?")
-    trim = Trim(" ".join(layers), cover, mtp, retarget or "", reader or "", witness or "", family or "", tables)
+    trim = Trim(
+        " ".join(layers),
+        cover,
+        mtp,
+        retarget or "",
+        reader or "",
+        witness or "",
+        family or "",
+        tables,
+        for_tp or 0,
+        for_ep or 0,
+    )
     return _finished([trim], max_shard_size, dummy, settings)
+
+
+RANK_OPTIONS = (
+    click.option("--for-tp", type=click.IntRange(1), help="Refuse a result that so many ranks cannot cut."),
+    click.option("--for-ep", type=click.IntRange(1), help="Refuse a result that so many expert ranks cannot share."),
+)
 
 
 def _build_prune(
@@ -139,6 +158,7 @@ trim_command = register(
             help="Tables inside layers that are looked up (Engram, n-gram embeddings): keep them, or leave them out.",
         ),
         click.option("--as", "family", metavar="TYPE", help="Take the word of another model type's record."),
+        *RANK_OPTIONS,
         *OUTPUT_OPTIONS,
     ),
     """Keep some layers of SRC, under new numbers, with a config that says so; write OUT.
@@ -177,10 +197,7 @@ prune_command = register(
             type=click.Choice(["prune", "full", "drop"]),
             help="An MTP head's own experts: prune by the list, keep its width, or drop the head.",
         ),
-        click.option("--for-tp", type=click.IntRange(1), help="Refuse a result that so many ranks cannot cut."),
-        click.option(
-            "--for-ep", type=click.IntRange(1), help="Refuse a result that so many expert ranks cannot share."
-        ),
+        *RANK_OPTIONS,
         *OUTPUT_OPTIONS,
     ),
     """Keep some experts of every layer of SRC, renumbered, routers and counts with them; write OUT.

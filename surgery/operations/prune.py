@@ -14,12 +14,12 @@ from surgery.families.config_fields import holds
 from surgery.families.records import require_family
 from surgery.families.schema import Family
 from surgery.layer_ranges import compact_ranges
-from surgery.legality import legality
 from surgery.operations.expert_layers import ExpertLayer, Part, expert_layers
 from surgery.operations.expert_values import id_rows, router_norms
 from surgery.operations.keep_lists import METRICS, Keep, best, by_layer, metric_values
 from surgery.operations.prune_config import group_count, pruned_config
 from surgery.operations.quantization_carry import carry_files, carry_places
+from surgery.operations.rank_lint import judged_for_ranks
 from surgery.operations.trim import Trim, depth_of
 from surgery.quantization import Move, named_in
 from surgery.quantization_schemes import modules_of
@@ -131,8 +131,7 @@ class Prune(
             done = _full_width(done, family, heads[0].experts)
         for note in notes:
             done = noted(done, "prune", note)
-        self._judge_ranks(done)
-        return done
+        return judged_for_ranks(done, self.for_tp, self.for_ep)
 
     def _policy(self, family: Family, draft: Draft, heads: Sequence[ExpertLayer], keep: Keep) -> Policy:
         if not heads:
@@ -151,13 +150,6 @@ class Prune(
                 "prune them by a list of their own, or drop the head",
             )
         return self.mtp_experts or "prune"
-
-    def _judge_ranks(self, draft: Draft) -> None:
-        if not (self.for_tp or self.for_ep) or draft.config is None:
-            return
-        judged = legality(draft.config, (), max(1, self.for_tp), max(1, self.for_ep))
-        if judged.reasons:
-            raise CannotApply("\n".join(judged.reasons), "--for-tp, --for-ep", "keep another number of experts")
 
 
 def _layers_of(draft: Draft) -> tuple[Family, list[ExpertLayer]]:

@@ -16,6 +16,7 @@ from surgery.families.schema import Config, Family
 from surgery.layer_ranges import compact_ranges, parse_ranges
 from surgery.operations.memory_tables import without_memory
 from surgery.operations.quantization_carry import carry_files
+from surgery.operations.rank_lint import judged_for_ranks
 from surgery.operations.second_descriptions import carry_second_descriptions
 from surgery.operations.trim_config import trimmed_config
 from surgery.operations.trim_tensors import Parts, layer_move, parts_of, trimmed_tensors
@@ -33,7 +34,8 @@ class Trim(
     `mtp`: what becomes of the multi-token-prediction stages; nothing where there are none. `retarget` `last` points
     ids of dropped layers (draft heads' targets) at the last kept ones. `reader` narrows whose facts must hold.
     `witness` `skeleton` also compares the class's own layers; `family` takes the word of the record of that model type.
-    `tables` `drop` leaves out tables inside layers that are looked up (Engram, n-gram embeddings).
+    `tables` `drop` leaves out tables inside layers that are looked up (Engram, n-gram embeddings). `for_tp`, `for_ep`
+    refuse what so many ranks could not run.
     """
 
     layers: str = ""
@@ -44,6 +46,8 @@ class Trim(
     witness: Literal["", "skeleton"] = ""
     family: str = ""
     tables: Literal["keep", "drop"] = "keep"
+    for_tp: int = 0
+    for_ep: int = 0
 
     def resolved(self, draft: Draft) -> Trim:
         """This trim with the layers that `cover` chooses, as the recipe records it."""
@@ -72,7 +76,7 @@ class Trim(
             # A stack whose depth another one's count stands in for is given a count of its own.
             if kept is not None or each.stack.default:
                 draft = self._trimmed(draft, each, kept)
-        return draft
+        return judged_for_ranks(draft, self.for_tp, self.for_ep)
 
     def _trimmed(self, draft: Draft, family: Family, chosen: str | None) -> Draft:
         """One stack."""
