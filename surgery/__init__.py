@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from surgery.draft import Draft, draft_of
     from surgery.errors import CannotApply, OutputError, SourceError, SurgeryError, UsageError
     from surgery.execute import Options, Outcome, Progress
+    from surgery.operations.graft import Graft
+    from surgery.operations.prune import Prune
     from surgery.operations.recipe import read_recipe, run_recipe
     from surgery.operations.rename import Rename
     from surgery.operations.repack import Repack
@@ -46,6 +48,8 @@ _HOME = {
     "Options": "execute",
     "Outcome": "execute",
     "Progress": "execute",
+    "Graft": "operations.graft",
+    "Prune": "operations.prune",
     "read_recipe": "operations.recipe",
     "run_recipe": "operations.recipe",
     "Rename": "operations.rename",
@@ -63,11 +67,13 @@ __all__ = [
     "CannotApply",
     "Checkpoint",
     "Draft",
+    "Graft",
     "Options",
     "Outcome",
     "OutputError",
     "Plan",
     "Progress",
+    "Prune",
     "Rename",
     "Repack",
     "Report",

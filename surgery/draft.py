@@ -47,12 +47,13 @@ class SideFile(msgspec.Struct, frozen=True):
     text: str | None = None
 
 
-class Dropped(msgspec.Struct, frozen=True, gc=False):
-    """A source tensor that no output holds, and the rule that says why."""
+class Dropped(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """A source tensor that no output holds, and the rule that says why. `root` counts `Draft.roots`."""
 
     tensor: str
     nbytes: int
     rule: str
+    root: int = 0
 
 
 class ConfigChange(msgspec.Struct, frozen=True):
@@ -90,6 +91,7 @@ class Draft(msgspec.Struct, frozen=True):
     """An ordered map name -> content, the config, the side files, and a log of what was decided.
 
     `layers` has, per stack prefix of the source (`model.layers.`), the source layer ids in their present order.
+    `experts` has, per layer prefix of the source, the source's expert ids in their present order where some went.
     `metadata` are the header strings of the output files. `side_files_only` is for a `--dummy` output.
     """
 
@@ -108,6 +110,7 @@ class Draft(msgspec.Struct, frozen=True):
     config_changes: tuple[ConfigChange, ...] = ()
     decisions: tuple[Decision, ...] = ()
     layers: dict[str, list[int]] = {}
+    experts: dict[str, list[int]] = {}
     recipe: tuple[dict[str, Json], ...] = ()
     cover: tuple[Json, ...] = ()
     max_shard_bytes: int | None = None
@@ -221,7 +224,8 @@ def with_tensors(draft: Draft, tensors: dict[str, Content], gone: Mapping[str, s
         for source in sources(draft.tensors[name]):
             key = (source.file, source.name)
             if key not in kept:
-                dropped[key] = Dropped(source.name, source.nbytes, rule)
+                root = draft.files[source.file].root
+                dropped[key] = Dropped(source.name, source.nbytes, rule, root)
     return changed(draft, tensors=tensors, dropped=(*draft.dropped, *dropped.values()))
 
 

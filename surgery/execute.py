@@ -14,13 +14,13 @@ from pathlib import Path
 
 import msgspec
 
-from surgery.engine.groups import Group, units
+from surgery.engine.groups import Unit, units
 from surgery.engine.identity import same_source, source_state
 from surgery.engine.job import Job, Options
 from surgery.engine.journal import Done, bind, is_bound, read_journals
 from surgery.engine.output_files import finish_files, make_files, require_planned
 from surgery.engine.staging import Staging, finished, refuse_sources_inside, remove_leftovers
-from surgery.engine.transfer import Interrupted, Segment
+from surgery.engine.transfer import Interrupted
 from surgery.engine.worker import Worker
 from surgery.errors import OutputError, SourceError, SurgeryError
 from surgery.manifest import read_head
@@ -194,7 +194,7 @@ class _Run:
             if error is not None and not isinstance(error, Interrupted):
                 raise error
 
-    def _work(self, number: int, work: Iterator[Group | list[Segment]]) -> None:
+    def _work(self, number: int, work: Iterator[Unit]) -> None:
         worker = Worker(self.job, number, self.advance, self._stop.is_set)
         try:
             while not self._stop.is_set():

@@ -76,6 +76,7 @@ class Manifest(ManifestHead, frozen=True):
     dropped: tuple[Dropped, ...]
     tensors: tuple[ManifestTensor, ...]
     cover: tuple[Json, ...] = ()
+    experts: dict[str, list[int]] = {}
 
 
 def write_manifest(
@@ -95,7 +96,7 @@ def write_manifest(
 def _pieces(plan: Plan, digest: str, files: dict[str, ManifestFile], checksum: Callable[[int], str]) -> Iterator[bytes]:
     encode = msgspec.json.Encoder(decimal_format="number").encode
     yield b'{"format":%d,"tool":%s,"plan":"%s"' % (MANIFEST_FORMAT, encode(plan.tool), digest.encode())
-    for field in ("recipe", "layers", "config_changes", "decisions", "totals", "cover"):
+    for field in ("recipe", "layers", "experts", "config_changes", "decisions", "totals", "cover"):
         yield b',\n"%s":' % field.encode() + encode(getattr(plan, field))
     # Which root a source file belongs to and what identifies it; never where it lay.
     yield b',\n"sources":' + encode(plan.sources)

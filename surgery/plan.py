@@ -57,6 +57,7 @@ def make_plan(draft: Draft, checks: Sequence[Check] = ()) -> Plan:
         checks=tuple(checks),
         dropped=draft.dropped,
         layers=draft.layers,
+        experts=draft.experts,
         config_changes=draft.config_changes,
         decisions=(*draft.decisions, *_oversized(files, draft.max_shard_bytes or DEFAULT_MAX_SHARD_BYTES)),
         totals=totals,

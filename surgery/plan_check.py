@@ -9,7 +9,8 @@ from surgery.moves import box_fault, coverage_fault, element_fault, moves
 from surgery.plan_types import Check, Plan, PlannedTensor
 from surgery.safetensors_file import StoredTensor, tensor_nbytes
 from surgery.side_files import is_index_file
-from surgery.tiling import sources
+from surgery.tiling import Tiling, sources
+from surgery.value_kernels import kernel_fault
 
 _MEND = "make the plan again with `surgery plan`"
 
@@ -117,16 +118,17 @@ def _check_tensor(tensor: PlannedTensor, bounds: list[tuple[int, int]], problems
         _check_source(whole, bounds, tensor.name, problems)
         return
     content = tensor.content
-    stored = sources(content)
-    for source in stored:
+    for source in sources(content):
         _check_source(source, bounds, tensor.name, problems)
     try:
         tensor_nbytes(content.dtype, content.shape)
-        fault = coverage_fault(content)
+        assert isinstance(content, Tiling)
+        stored = content.as_stored()
+        fault = kernel_fault(content) or coverage_fault(stored)
         if fault is not None:
             problems.add(fault, tensor.name, _MEND)
             return
-        for _ in moves(content, tensor.name):
+        for _ in moves(stored, tensor.name):
             pass
     except CannotApply as error:
         problems.add(error.what, error.where, error.mend)

@@ -111,6 +111,7 @@ class Plan(msgspec.Struct, frozen=True):
     totals: Totals
     cover: tuple[Json, ...] = ()
     inputs: tuple[PlannedSideFile, ...] = ()
+    experts: dict[str, list[int]] = {}
 
     def tensors(self) -> Iterator[PlannedTensor]:
         """Every output tensor, file by file, in the order that the executor numbers them."""

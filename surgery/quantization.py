@@ -59,7 +59,7 @@ class Carried(msgspec.Struct, frozen=True):
 
 def named_in(config: Json) -> Iterator[Named]:
     """Every place of a config that names modules."""
-    for path, section in _sections(config):
+    for path, section in quantization_sections(config):
         yield from named_in_section(section, path)
 
 
@@ -81,7 +81,7 @@ def _named(value: dict[str, Any], path: Path, method: str) -> Iterator[Named]:
                     yield Named((*path, key, number), scheme, inner)
 
 
-def _sections(config: Json, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+def quantization_sections(config: Json, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
     """The quantisation sections of a config and of the configs nested in it (`text_config`)."""
     for key, value in config.items() if isinstance(config, dict) else ():
         if not isinstance(value, dict):
@@ -89,7 +89,7 @@ def _sections(config: Json, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[
         if key in QUANTIZATION_KEYS:
             yield (*path, key), value
         elif key.endswith("_config"):
-            yield from _sections(value, (*path, key))
+            yield from quantization_sections(value, (*path, key))
 
 
 def carry_named(named: Named, modules: Modules, move: Move) -> Carried:
@@ -228,7 +228,7 @@ def is_numbered(text: str) -> bool:
 
 def unlisted_texts(config: Json) -> Iterator[str]:
     """Keys and texts of the quantisation sections outside the places that are understood."""
-    for path, section in _sections(config):
+    for path, section in quantization_sections(config):
         yield from unlisted_in_section(section, path)
 
 

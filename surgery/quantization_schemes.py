@@ -234,6 +234,23 @@ _FIELDS: tuple[tuple[str, str, Scheme], ...] = (
 """Field, what `quant_method` begins with, and the scheme; the first that fits."""
 
 
+EXCLUDING = {
+    "modelopt-file": "exclude_modules",
+    "modelopt": "ignore",
+    "compressed-tensors": "ignore",
+    "awq": "modules_to_not_convert",
+    "fp8": "modules_to_not_convert",
+    "fbgemm_fp8": "modules_to_not_convert",
+    "mxfp4": "modules_to_not_convert",
+    "bitsandbytes": "llm_int8_skip_modules",
+    "quark": "exclude",
+    "gptq": "dynamic",
+    "auto-round": "extra_config",
+    "intel/auto-round": "extra_config",
+}
+"""What `quant_method` begins with, and the field that leaves modules alone (vLLM's config classes of those names)."""
+
+
 def scheme_of(field: str, method: str, value: Json) -> Scheme | None:
     """The scheme that reads `field`, where `value` is of its form: names in a list (or lists), or a mapping."""
     for name, prefix, scheme in _FIELDS:

@@ -15,7 +15,7 @@ import msgspec
 from surgery.errors import CannotApply
 from surgery.reshaping import reshape_boxes
 from surgery.safetensors_file import DTYPE_BITS
-from surgery.tiling import Box, Content, Fill, Tile, Tiling, tiling
+from surgery.tiling import Box, Content, Fill, Kernel, Tile, Tiling, tiling
 
 
 def narrow(content: Content, axis: int, start: int, length: int) -> Tiling:
@@ -39,7 +39,7 @@ def take(content: Content, axis: int, indices: Sequence[int]) -> Tiling:
             taken = _take_progression(tile, axis, position, first, step, count)
             if taken is not None:
                 tiles.append(taken)
-    return _tiling(whole.dtype, _replaced(whole.shape, axis, len(indices)), tiles, axis)
+    return _tiling(whole, _replaced(whole.shape, axis, len(indices)), tiles, axis)
 
 
 def concat(contents: Sequence[Content], axis: int = 0) -> Tiling:
@@ -54,13 +54,15 @@ def concat(contents: Sequence[Content], axis: int = 0) -> Tiling:
     for whole in wholes:
         if whole.dtype != first.dtype:
             raise CannotApply(f"cannot concatenate {whole.dtype} to {first.dtype}: dtypes are never changed")
+        if whole.kernel != first.kernel:
+            raise CannotApply("cannot concatenate tensors whose values are computed in different ways")
         if len(whole.shape) != len(first.shape) or _replaced(whole.shape, axis, 0) != _replaced(first.shape, axis, 0):
             raise CannotApply(f"cannot concatenate shape {list(whole.shape)} to {list(first.shape)} on axis {axis}")
         for tile in whole.tiles:
             moved = _replaced(tile.offset, axis, tile.offset[axis] + position)
             tiles.append(msgspec.structs.replace(tile, offset=moved))
         position += whole.shape[axis]
-    return _tiling(first.dtype, _replaced(first.shape, axis, position), tiles, axis)
+    return _tiling(first, _replaced(first.shape, axis, position), tiles, axis)
 
 
 def stack(contents: Sequence[Content], axis: int = 0) -> Tiling:
@@ -86,6 +88,8 @@ def pad(content: Content, axis: int, before: int, after: int, element: bytes) ->
     whole = tiling(content)
     axis = _axis(whole, axis)
     bits = DTYPE_BITS[whole.dtype]
+    if whole.kernel is not None:
+        raise CannotApply("cannot pad a tensor whose values are computed")
     if len(element) * 8 != math.lcm(bits, 8):
         raise CannotApply(f"a fill of {whole.dtype} takes {math.lcm(bits, 8) // 8} bytes, not {len(element)}")
 
@@ -95,6 +99,14 @@ def pad(content: Content, axis: int, before: int, after: int, element: bytes) ->
         return Tiling(whole.dtype, shape, boxes)
 
     return concat([filled(before), whole, filled(after)], axis)
+
+
+def computed(content: Content, kernel: Kernel, dtype: str = "") -> Tiling:
+    """Every element made into another by `kernel`; `dtype` is that of the result, the tensor's own when left out."""
+    whole = tiling(content)
+    if whole.kernel is not None:
+        raise CannotApply("the tensor's values are computed already")
+    return Tiling(dtype or whole.dtype, whole.shape, whole.tiles, kernel)
 
 
 def transpose(content: Content, axes: Sequence[int]) -> Tiling:
@@ -112,7 +124,7 @@ def transpose(content: Content, axes: Sequence[int]) -> Tiling:
             tiles.append(Tile(tile.source, tile.start, pick(tile.strides), pick(tile.offset), pick(tile.shape)))
         else:
             tiles.append(Fill(tile.element, pick(tile.offset), pick(tile.shape)))
-    return Tiling(whole.dtype, pick(whole.shape), tuple(tiles))
+    return Tiling(whole.dtype, pick(whole.shape), tuple(tiles), whole.kernel)
 
 
 def reshape(content: Content, shape: Sequence[int]) -> Tiling:
@@ -122,8 +134,8 @@ def reshape(content: Content, shape: Sequence[int]) -> Tiling:
     if math.prod(shape) != math.prod(whole.shape):
         raise CannotApply(f"shape {list(whole.shape)} has not the elements of {list(shape)}")
     if 0 in shape:
-        return Tiling(whole.dtype, shape, ())
-    return Tiling(whole.dtype, shape, reshape_boxes(whole.tiles, whole.shape, shape))
+        return Tiling(whole.dtype, shape, (), whole.kernel)
+    return Tiling(whole.dtype, shape, reshape_boxes(whole.tiles, whole.shape, shape), whole.kernel)
 
 
 def _axis(whole: Tiling, axis: int) -> int:
@@ -172,10 +184,10 @@ def _take_progression(tile: Box, axis: int, position: int, first: int, step: int
     return Tile(tile.source, start, _replaced(tile.strides, axis, tile.strides[axis] * step), offset, shape)
 
 
-def _tiling(dtype: str, shape: tuple[int, ...], tiles: list[Box], axis: int) -> Tiling:
-    """A tiling of `tiles` with those joined that follow one another along `axis`."""
+def _tiling(like: Tiling, shape: tuple[int, ...], tiles: list[Box], axis: int) -> Tiling:
+    """A tiling of `tiles`, dtype and kernel those of `like`, with those joined that follow one another along `axis`."""
     if 0 in shape:
-        return Tiling(dtype, shape, ())
+        return Tiling(like.dtype, shape, (), like.kernel)
     joined: list[Box] = []
     for tile in tiles:
         both = _joined(joined[-1], tile, axis) if joined else None
@@ -183,7 +195,7 @@ def _tiling(dtype: str, shape: tuple[int, ...], tiles: list[Box], axis: int) -> 
             joined.append(tile)
         else:
             joined[-1] = both
-    return Tiling(dtype, shape, tuple(joined))
+    return Tiling(like.dtype, shape, tuple(joined), like.kernel)
 
 
 def _joined(left: Box, right: Box, axis: int) -> Box | None:

@@ -38,12 +38,40 @@ class Fill(msgspec.Struct, frozen=True, gc=False, tag_field="kind", tag="fill"):
 Box = Tile | Fill
 
 
-class Tiling(msgspec.Struct, frozen=True, gc=False):
-    """A tensor of `dtype` and `shape` whose boxes cover every element exactly once."""
+class Remap(msgspec.Struct, frozen=True, gc=False, tag_field="name", tag="remap"):
+    """The integer `v` becomes `table[v]`; -1 there says that `v` must not occur (ids of experts in a routing table)."""
+
+    table: tuple[int, ...]
+
+
+class Widen(msgspec.Struct, frozen=True, gc=False, tag_field="name", tag="widen"):
+    """A float of dtype `stored` becomes the same number in a wider dtype: what a layout demands, never a rounding."""
+
+    stored: str
+
+
+Kernel = Remap | Widen
+"""The few true computations, elementwise and named, with parameters that are data."""
+
+
+class Tiling(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """A tensor of `dtype` and `shape` whose boxes cover every element exactly once.
+
+    With a `kernel` the boxes hold elements of `stored_dtype`, and the kernel makes each into what the tensor has.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     tiles: tuple[Box, ...]
+    kernel: Kernel | None = None
+
+    @property
+    def stored_dtype(self) -> str:
+        return self.kernel.stored if isinstance(self.kernel, Widen) else self.dtype
+
+    def as_stored(self) -> Tiling:
+        """The tensor before its kernel."""
+        return self if self.kernel is None else Tiling(self.stored_dtype, self.shape, self.tiles)
 
     @property
     def nbytes(self) -> int:
@@ -76,7 +104,7 @@ def whole_source(content: Content) -> StoredTensor | None:
     """The stored tensor that `content` is a byte-for-byte copy of, in its own shape; None where it is not one."""
     if isinstance(content, StoredTensor):
         return content
-    if len(content.tiles) != 1 or not isinstance(tile := content.tiles[0], Tile):
+    if content.kernel is not None or len(content.tiles) != 1 or not isinstance(tile := content.tiles[0], Tile):
         return None
     source = tile.source
     plain = Tile(source, 0, contiguous_strides(source.shape), (0,) * len(source.shape), source.shape)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -45,7 +45,7 @@ class Progress(Protocol):
 def verify(
     directory: Path,
     *,
-    against: Path | None = None,
+    against: Path | Sequence[Path] | None = None,
     sample: float = 1.0,
     seed: int = 0,
     progress: Progress | None = None,
@@ -53,6 +53,7 @@ def verify(
     allow_outside_links: bool = False,
 ) -> Report:
     """Judge `directory`; with `against` derive its bytes again from that source, or those of a `sample` of tensors.
+    An output of several sources (`graft`) takes as many, in their order.
 
     Every fault of the content is a finding. Raises `SourceError` only where there is no directory to look at,
     `UsageError` for a sample that is no share.
@@ -60,9 +61,11 @@ def verify(
     if not 0 < sample <= 1:
         raise UsageError(f"the sample is {sample}; a share above 0 and up to 1 belongs there", "--sample")
     _require_directory(directory, "DIR")
-    if against is not None and not against.exists():
-        raise SourceError("no such file or directory", str(against), "name the source of the output")
-    verification = _Verification(directory.resolve(), against, workers, progress, allow_outside_links)
+    sources = [against] if isinstance(against, Path) else list(against or ())
+    for source in sources:
+        if not source.exists():
+            raise SourceError("no such file or directory", str(source), "name the source of the output")
+    verification = _Verification(directory.resolve(), sources, workers, progress, allow_outside_links)
     return verification.run(sample, seed)
 
 
@@ -86,7 +89,12 @@ class _Verification:
     """The state of one verification."""
 
     def __init__(
-        self, directory: Path, against: Path | None, workers: int, progress: Progress | None, allow_outside_links: bool
+        self,
+        directory: Path,
+        against: Sequence[Path],
+        workers: int,
+        progress: Progress | None,
+        allow_outside_links: bool,
     ) -> None:
         self._allow_outside_links = allow_outside_links
         self._directory = directory
@@ -114,7 +122,7 @@ class _Verification:
         del checkpoint  # Up to half of the memory that verify needs, and not needed from here on.
         not_looked_at: list[str] = []
         proof: SourceProof | None = None
-        if self._against is not None:
+        if self._against:
             proof = SourceProof("unverified", not_looked_at=["everything: no manifest says what came from where"])
             if reader is None and not self._has_manifest():
                 self._proof.fault(
@@ -193,14 +201,14 @@ class _Verification:
     ) -> SourceProof | None:
         """Everything that the manifest makes possible. Raises `ManifestDamaged`."""
         accounts = check_manifest(reader, config, self._integrity)
-        share = sample if self._against is not None else 0.0
+        share = sample if self._against else 0.0
         if self._progress is not None:
             self._progress.start(accounts.nbytes + int(accounts.nbytes * share))
         try:
             Integrity(self._directory, reader, accounts, self._integrity, self._counts).check(
                 self._workers, self._advance()
             )
-            if self._against is None:
+            if not self._against:
                 return None
             return Proof(reader, self._directory, self._against, self._proof, self._advance()).prove(sample, seed)
         finally:

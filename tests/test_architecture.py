@@ -27,7 +27,7 @@ LAYERS = [
     ["model_files", "name_census"],
     ["checkpoint"],
     ["tiling"],
-    ["reshaping", "moves"],
+    ["reshaping", "moves", "value_kernels"],
     ["tensor"],
     ["draft"],
     ["quantization_schemes"],

@@ -1,4 +1,4 @@
-"""Every real fault of format, index, I/O and trimming (cases.json), and the test that holds its right answer."""
+"""Every real fault of format, index, I/O, trimming and experts (cases.json), and the test that holds its right answer."""
 
 from __future__ import annotations
 
@@ -71,6 +71,15 @@ CASES = {
     "I17": ("test_publishing", "standard_output"),
     "I19": ("test_command_line", "worker"),
     "I24": ("test_trim", "shards_hold"),
+    "E01": ("test_prune", "router_row"),
+    "E02": ("test_prune_layouts", "e02"),
+    "E04": ("test_prune", "routing_groups"),
+    "E05": ("test_prune", "top_k"),
+    "E07": ("test_prune_layouts", "e07"),
+    "E08": ("test_prune", "does_not_fit"),
+    "E10": ("test_prune_layouts", "e10"),
+    "E13": ("test_prune_layouts", "companion"),
+    "E14": ("test_prune_layouts", "companion"),
 }
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
 from surgery.check import check, check_text
@@ -18,7 +16,13 @@ EXIT_FINDINGS = 1
 
 @click.command("verify")
 @click.argument("directory", metavar="DIR")
-@click.option("--against", "source", metavar="SRC", help="Derive every byte again from SRC, by an independent path.")
+@click.option(
+    "--against",
+    "against",
+    metavar="SRC",
+    multiple=True,
+    help="Derive every byte again from SRC, by an independent path. Repeatable for an output of several sources.",
+)
 @click.option(
     "--sample", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Compare this share of the tensors."
 )
@@ -31,7 +35,7 @@ EXIT_FINDINGS = 1
 def verify_command(
     context: click.Context,
     directory: str,
-    source: str | None,
+    against: tuple[str, ...],
     sample: float,
     seed: int,
     allow_outside_links: bool,
@@ -58,12 +62,11 @@ def verify_command(
         for line in sums(path):
             emit(line)
         return
-    against: Path | None = local_path(source) if source is not None else None
-    if against is None and (sample < 1 or seed):
+    if not against and (sample < 1 or seed):
         raise UsageError("--sample and --seed choose what is compared with SRC", "--sample", "add --against SRC")
     report = verify(
         path,
-        against=against,
+        against=[local_path(source) for source in against],
         sample=sample,
         seed=seed,
         workers=workers,

@@ -12,13 +12,14 @@ from surgery.cli.writing import Operations, plan_group, register
 from surgery.errors import UsageError
 from surgery.layer_ranges import parse_ranges
 from surgery.operations.dummy import Dummy
+from surgery.operations.graft import Graft
 from surgery.operations.keep_lists import METRICS, read_keep, read_scores
 from surgery.operations.prune import Prune
 from surgery.operations.rename import Rename
 from surgery.operations.repack import Repack
 from surgery.operations.trim import Trim
 
-__all__ = ["plan_group", "prune_command", "rename_command", "repack_command", "trim_command"]
+__all__ = ["graft_command", "plan_group", "prune_command", "rename_command", "repack_command", "trim_command"]
 
 
 def _finished(operations: Operations, max_shard_size: str | None, dummy: bool, settings: tuple[str, ...]) -> Operations:
@@ -102,6 +103,12 @@ def _build_prune(
         for_ep=for_ep or 0,
     )
     return _finished([prune], max_shard_size, dummy, settings)
+
+
+def _build_graft(
+    other: str, tensors: tuple[str, ...], max_shard_size: str | None, dummy: bool, settings: tuple[str, ...]
+) -> Operations:
+    return _finished([Graft(tensors, other)], max_shard_size, dummy, settings)
 
 
 def _build_repack(max_shard_size: str | None, dummy: bool, settings: tuple[str, ...]) -> Operations:
@@ -208,6 +215,32 @@ prune_command = register(
       surgery prune SRC OUT --scores router-norm --ratio 0.5
 
     A keep list is {"format": 1, "experts": {"model.layers.3": [0, 2, 5]}}: source layers, ids in their new order.
+    """,
+)
+
+graft_command = register(
+    "graft",
+    _build_graft,
+    (
+        click.option("--from", "other", metavar="OTHER", required=True, help="The checkpoint that has the tensors."),
+        click.option(
+            "--tensors",
+            multiple=True,
+            required=True,
+            metavar="PATTERN",
+            help="Their names in OTHER, with * and ?: 'mtp.*'. Repeatable.",
+        ),
+        *OUTPUT_OPTIONS,
+    ),
+    """SRC and tensors that OTHER has besides (a lost MTP head), with the counts and lists about them; write OUT.
+
+    \b
+    Example:
+      surgery graft SRC OUT --from OTHER --tensors 'mtp.*'
+      surgery graft SRC OUT --from OTHER --tensors 'model.layers.61.*'
+
+    Nothing is replaced. Stages behind the layers get the numbers behind SRC's layers. Where SRC is quantised and the
+    tensors are not, its lists say so. `surgery verify OUT --against SRC --against OTHER` proves it.
     """,
 )
 

@@ -19,7 +19,7 @@ from surgery.draft import Operation, draft_of
 from surgery.engine.space import allocated_nbytes
 from surgery.errors import MAX_LISTED_PROBLEMS, OutputError, UsageError, printable
 from surgery.execute import Options, Outcome, execute
-from surgery.operations.recipe import read_recipe, run_recipe
+from surgery.operations.recipe import read_recipe, run_recipe, with_sources
 from surgery.plan import make_plan
 from surgery.plan_file import decode_plan, plan_digest, read_plan, write_plan
 from surgery.plan_page import plan_page, plan_summary
@@ -199,13 +199,23 @@ def plan_group() -> None:
     """
 
 
+FROM_OPTION = click.option(
+    "--from",
+    "others",
+    multiple=True,
+    metavar="OTHER",
+    help="Where a graft of the recipe takes its tensors from, if it does not say. Repeatable, in order.",
+)
+
+
 @click.command("run")
 @click.argument("src")
 @click.argument("out", type=click.Path(path_type=Path))
 @click.argument("recipe", type=click.Path(path_type=Path))
+@FROM_OPTION
 @add_options(SOURCE_OPTIONS)
 @add_options(WRITING_OPTIONS)
-def run_command(src: str, out: Path, recipe: Path, **given: Any) -> None:
+def run_command(src: str, out: Path, recipe: Path, others: tuple[str, ...], **given: Any) -> None:
     """Several operations in one pass: RECIPE is YAML, or the surgery.json of another output.
 
     \b
@@ -221,7 +231,7 @@ def run_command(src: str, out: Path, recipe: Path, **given: Any) -> None:
     Example:
       surgery run SRC OUT recipe.yaml
     """
-    operations = read_recipe(recipe)
+    operations = with_sources(read_recipe(recipe), others)
     plan = make_plan_of(src, operations, **{key: given.pop(key) for key in _names(SOURCE_OPTIONS)})
     carry_out(plan, out, given)
 
@@ -229,12 +239,13 @@ def run_command(src: str, out: Path, recipe: Path, **given: Any) -> None:
 @plan_group.command("run", help="The plan of `surgery run`: SRC [OUT] RECIPE.")
 @click.argument("src")
 @click.argument("out_and_recipe", nargs=-1, required=True, metavar="[OUT] RECIPE")
+@FROM_OPTION
 @add_options(SOURCE_OPTIONS)
 @PLAN_FILE_OPTION
-def plan_run(src: str, out_and_recipe: tuple[str, ...], plan_path: Path, **given: Any) -> None:
+def plan_run(src: str, out_and_recipe: tuple[str, ...], others: tuple[str, ...], plan_path: Path, **given: Any) -> None:
     if len(out_and_recipe) > 2:
         raise UsageError(f"{len(out_and_recipe)} arguments after SRC", "plan run", "write SRC [OUT] RECIPE")
-    save_plan(make_plan_of(src, read_recipe(Path(out_and_recipe[-1])), **given), plan_path)
+    save_plan(make_plan_of(src, with_sources(read_recipe(Path(out_and_recipe[-1])), others), **given), plan_path)
 
 
 @click.command("apply")

@@ -9,6 +9,7 @@ from itertools import accumulate
 import msgspec
 import xxhash
 
+from surgery.engine.computed import Computed
 from surgery.engine.gather import Part
 from surgery.engine.journal import Done
 from surgery.engine.transfer import Segment
@@ -93,25 +94,36 @@ class Group(msgspec.Struct, frozen=True):
         return parts
 
 
-def units(plan: Plan, layout: Layout, done: Done) -> Iterator[Group | list[Segment]]:
-    """Everything that is not done: plain copies in source order, then the groups in source order."""
+Unit = Group | Computed | list[Segment]
+
+
+def units(plan: Plan, layout: Layout, done: Done) -> Iterator[Unit]:
+    """Everything that is not done: plain copies in source order, what is computed, then the groups in source order."""
     complex_sources = {
-        _key(source) for tensor in plan.tensors() if tensor.tiling is not None for source in sources(tensor.tiling)
+        _key(source)
+        for tensor in plan.tensors()
+        if tensor.tiling is not None and tensor.tiling.kernel is None
+        for source in sources(tensor.tiling)
     }
     complex_sources |= {_key(check.tile.source) for check in plan.checks}
     checked = {check.tensor for check in plan.checks}
     plain: list[tuple[int, int, int, int]] = []
     grouped: list[int] = []
+    computed: list[Computed] = []
     by_ordinal = list(plan.tensors()) if any(t.whole is None for t in plan.tensors()) or plan.checks else []
     for ordinal, tensor in enumerate(plan.tensors()):
         whole = tensor.whole
-        if whole is None or tensor.name in checked or (complex_sources and _key(whole) in complex_sources):
+        if tensor.tiling is not None and tensor.tiling.kernel is not None:
+            if ordinal not in done:
+                computed.append(Computed(ordinal, tensor.name, tensor.tiling))
+        elif whole is None or tensor.name in checked or (complex_sources and _key(whole) in complex_sources):
             grouped.append(ordinal)
         elif ordinal not in done:
             plain.append((whole.file, whole.offset, whole.nbytes, ordinal))
     plain.sort()
     yield from _batches(_segments(plain))
     del plain
+    yield from computed
     yield from _groups(plan, by_ordinal, grouped, done)
 
 

@@ -39,11 +39,11 @@ class Channel:
         self.outputs = outputs
         self.buffer = buffer
         self._progress = progress
-        self._stopping = stopping
+        self.stopping = stopping
 
     def moved(self, nbytes: int) -> None:
         """Count `nbytes` done; the place where a worker stops when it is asked to."""
-        if self._stopping():
+        if self.stopping():
             raise Interrupted
         self._progress(nbytes)
 

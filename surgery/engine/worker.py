@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from surgery.engine.computed import Computed, run_computed
 from surgery.engine.gather import run_group
-from surgery.engine.groups import Group
+from surgery.engine.groups import Group, Unit
 from surgery.engine.job import Job
 from surgery.engine.journal import Journal
 from surgery.engine.reading import Sources
-from surgery.engine.transfer import Channel, Segment, chains, copy_chain
+from surgery.engine.transfer import Channel, chains, copy_chain
 from surgery.engine.writing import Outputs, Target
 
 MIN_MEMORY_NBYTES = 1 << 20
@@ -42,8 +43,13 @@ class Worker:
         self._copy = Channel(sources, self._outputs, buffer[:COPY_BUFFER_NBYTES], progress, stopping)
         self._gather = Channel(sources, self._outputs, buffer, progress, stopping)
 
-    def run(self, unit: Group | list[Segment]) -> None:
+    def run(self, unit: Unit) -> None:
         layout = self._job.layout
+        if isinstance(unit, Computed):
+            target = layout.target(unit.ordinal)
+            run_computed(self._gather, unit, target)
+            self._close(unit.ordinal, target)
+            return
         if isinstance(unit, Group):
             targets = {ordinal: layout.target(ordinal) for ordinal in unit.ordinals}
             run_group(self._gather, unit.parts(targets))

@@ -11,7 +11,7 @@ from typing import Any
 
 from surgery.errors import CannotApply
 from surgery.families.config_fields import with_fields
-from surgery.families.rules import Carry, Rule
+from surgery.families.rules import Carry
 from surgery.families.schema import READERS, Config, Facts, Family
 from surgery.layer_ranges import compact_ranges
 
@@ -135,27 +135,32 @@ def changed_kind(family: Family, config: Config, whole: Config, layers: LayerMap
     return ""
 
 
+def stage_kinds(family: Family, config: Config, depth: int, stage: int) -> dict[str, Any]:
+    """What vLLM takes an MTP stage for, by the rules that it evaluates at the stage's own number."""
+    mtp = family.mtp
+    section = family.section(config)[1]
+    kinds: dict[str, Any] = {}
+    for name in mtp.same_kind if mtp is not None else ():
+        rule = next((one.rule("vllm") for one in family.fact_list if one.name == name), None)
+        number = depth + stage if mtp is not None and mtp.behind else stage
+        kinds[name] = rule.value(section, number, max(depth, number + 1)) if rule is not None else None
+    return kinds
+
+
 def _changed_stage(family: Family, config: Config, whole: Config, layers: LayerMap, reader: str) -> str:
     """vLLM evaluates some rules at the number of an MTP stage, which changes where stages lie behind the layers."""
-    mtp = family.mtp
-    if mtp is None or reader != "vllm":
-        return ""
-    old, new = family.section(config)[1], family.section(whole)[1]
-    for name in mtp.same_kind:
-        rule = next((one.rule(reader) for one in family.fact_list if one.name == name), None)
-        for place, stage in enumerate(layers.stages):
-            before, after = (layers.depth + stage, len(layers.kept) + place) if mtp.behind else (stage, place)
-            if rule is None or _value(rule, old, before, layers.depth) == _value(rule, new, after, len(layers.kept)):
-                continue
-            return (
-                f"MTP stage {stage} would change its kind for {reader}: its {name} is read at number {before} now, and "
-                f"would be read at {after}"
-            )
+    for place, stage in enumerate(layers.stages) if reader == "vllm" else ():
+        was, now = (
+            stage_kinds(family, config, layers.depth, stage),
+            stage_kinds(family, whole, len(layers.kept), place),
+        )
+        for name in was:
+            if was[name] != now[name]:
+                return (
+                    f"MTP stage {stage} would change its kind for {reader}: its {name} is {was[name]} by its number "
+                    f"now, and would be {now[name]}"
+                )
     return ""
-
-
-def _value(rule: Rule, section: Config, layer: int, depth: int) -> Any:
-    return rule.value(section, layer, max(depth, layer + 1))
 
 
 def _missing_producer(family: Family, facts: dict[str, list[Facts]], layers: LayerMap) -> str:

@@ -55,6 +55,9 @@ TOP_K = (
 GROUPS = ("n_group", "num_expert_group")
 TOP_GROUPS = ("topk_group",)
 EXTRA_ROWS = ("zero_expert_num",)
+MTP_COUNT = "mtp_num_experts"
+"""The count of an MTP head's own experts, where it has another than the layers (oMLX 3659, vLLM's InternS2 Mobius)."""
+
 CAPACITIES = ("moe_capacity",)
 """Lists with one capacity a use, each the count of experts (Ernie's remote code)."""
 

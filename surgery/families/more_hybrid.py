@@ -163,7 +163,11 @@ MORE_HYBRID = (
             fact("ngram table", Ordinal("ple_layer_ids", base=1)),
         ),
         memory=Memory("ple", ("ple_layer_ids",)),
-        mtp=Mtp(prefixes=("mtp.",), counts=("mtp_num_hidden_layers", "num_nextn_predict_layers")),
+        mtp=Mtp(
+            prefixes=("mtp.",),
+            counts=("mtp_num_hidden_layers", "num_nextn_predict_layers"),
+            experts_field="mtp_num_experts",
+        ),
         outside=("model.embed_tokens",),
     ),
     Family(

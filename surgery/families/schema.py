@@ -109,7 +109,8 @@ class Mtp:
 
     `counts` are the config fields that count them, in the text section or at the top. Stages under a prefix are
     numbered directly behind it (`mtp.0.`) or behind `layers.` (`mtp.layers.0.`); `sublayers` is a string field with a
-    letter for each physical layer of one stage. `same_kind` are facts that vLLM evaluates at a stage's own number
+    letter for each physical layer of one stage. `experts_field` is where an engine looks for the count of a stage's own
+    experts, where one does. `same_kind` are facts that vLLM evaluates at a stage's own number
     (behind the layers, or from 0): a stage that moves must stay what it was.
     """
 
@@ -117,6 +118,7 @@ class Mtp:
     prefixes: tuple[str, ...] = ()
     counts: tuple[str, ...] = ("num_nextn_predict_layers",)
     sublayers: str = ""
+    experts_field: str = ""
     same_kind: tuple[str, ...] = ()
 
     def stages(self, physical: int, section: Config) -> int:

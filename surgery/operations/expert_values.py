@@ -56,12 +56,11 @@ def router_norms(draft: Draft, layer: ExpertLayer) -> list[float]:
     return [float(value) for value in numpy.linalg.norm(rows[: layer.experts], axis=1)]
 
 
-def id_rows(draft: Draft, name: str, ids: Sequence[int]) -> tuple[int, bool]:
-    """How many rows of a table name an expert that is not kept, and whether one that is kept would have another id."""
+def rows_without_expert(draft: Draft, name: str, ids: Sequence[int]) -> int:
+    """How many rows of a table of expert ids name one that is not among `ids`."""
     import numpy
 
     table = _values(draft, name)
     kept = numpy.asarray(list(ids))
     gone = ~numpy.isin(table, kept)
-    rows = int(gone.any(axis=tuple(range(1, gone.ndim))).sum()) if gone.ndim > 1 else int(gone.sum())
-    return rows, list(ids) != list(range(len(ids)))
+    return int(gone.any(axis=tuple(range(1, gone.ndim))).sum()) if gone.ndim > 1 else int(gone.sum())

@@ -8,14 +8,16 @@ from typing import Any, Literal
 
 import msgspec
 
-from surgery.draft import Draft, changed, noted, with_tensors
+from surgery.draft import ConfigChange, Draft, changed, noted, with_tensors
 from surgery.errors import CannotApply, Problems, UsageError
-from surgery.families.config_fields import holds
+from surgery.families.carrying import replaced_section
+from surgery.families.config_fields import holds, read
+from surgery.families.expert_names import MTP_COUNT
 from surgery.families.records import require_family
 from surgery.families.schema import Family
 from surgery.layer_ranges import compact_ranges
 from surgery.operations.expert_layers import ExpertLayer, Part, expert_layers
-from surgery.operations.expert_values import id_rows, router_norms
+from surgery.operations.expert_values import router_norms, rows_without_expert
 from surgery.operations.keep_lists import METRICS, Keep, best, by_layer, metric_values
 from surgery.operations.prune_config import group_count, pruned_config
 from surgery.operations.quantization_carry import carry_files, carry_places
@@ -23,17 +25,11 @@ from surgery.operations.rank_lint import judged_for_ranks
 from surgery.operations.trim import Trim, depth_of
 from surgery.quantization import Move, named_in
 from surgery.quantization_schemes import modules_of
-from surgery.tensor import reshape, take
-from surgery.tiling import Content
+from surgery.tensor import computed, reshape, take
+from surgery.tiling import Content, Remap
 
 EXPERT_GONE = "prune: the expert is not kept"
 Policy = Literal["", "prune", "full", "drop"]
-_FULL_WIDTH = {
-    "qwen3_5_text": "mtp_num_experts",
-    "qwen3_5_moe_text": "mtp_num_experts",
-    "qwen3_next": "mtp_num_experts",
-}
-"""Model types whose MTP head some engine loads at a width of its own, and the field it reads (oMLX 3659)."""
 
 
 class Prune(
@@ -73,6 +69,8 @@ class Prune(
         protect = by_layer(self.protect, layers) if self.protect else {}
         keep = {}
         for layer in layers:
+            if layer.is_mtp and self.mtp_experts in ("full", "drop"):
+                continue
             if layer.source in values:
                 scores = values[layer.source]
                 if len(scores) != layer.experts:
@@ -123,10 +121,14 @@ class Prune(
         tensors, gone = _pruned_tensors(draft, pruned, keep)
         move = _module_move(pruned, keep)
         more, told = carry_places(config, list(named_in(config)), modules_of(draft.tensors), move, "quantisation list")
-        done = with_tensors(draft, tensors, gone)
+        done = changed(
+            with_tensors(draft, tensors, gone), experts={**draft.experts, **_expert_map(draft, pruned, keep)}
+        )
         done = changed(done, config=config, config_changes=(*done.config_changes, *changes, *more))
         done = carry_files(done, draft.tensors, move, lambda text: bool(move(text)), "quantisation list")
         notes += told
+        if heads and policy == "prune":
+            done = _own_count(done, family, after)
         if heads and policy == "full":
             done = _full_width(done, family, heads[0].experts)
         for note in notes:
@@ -143,7 +145,7 @@ class Prune(
                 "--mtp-experts",
                 "name them in the list (prune), or choose full (the head keeps its width) or drop (no head)",
             )
-        if self.mtp_experts == "full" and not set(family.model_types) & set(_FULL_WIDTH):
+        if self.mtp_experts == "full" and not _width_field(family, draft):
             raise CannotApply(
                 f"no engine reads a count of its own for the MTP experts of {family.name}",
                 "--mtp-experts full",
@@ -231,6 +233,16 @@ def _pruned_tensors(
     return _in_order(tensors, layers), gone
 
 
+def _expert_map(draft: Draft, layers: Sequence[ExpertLayer], keep: Keep) -> dict[str, list[int]]:
+    """By the source's layers, the source's ids: also where an operation before this one pruned already."""
+    found = {}
+    for layer in layers:
+        before = draft.experts.get(layer.source)
+        ids = keep[layer.source]
+        found[layer.source] = [before[each] for each in ids] if before is not None else list(ids)
+    return found
+
+
 def _module_move(layers: Sequence[ExpertLayer], keep: Keep) -> Move:
     """The new names of a module path inside an expert, none where it goes; None for any other path."""
     places = {
@@ -288,8 +300,7 @@ def _in_order(tensors: dict[str, Content], layers: Iterable[ExpertLayer]) -> dic
 def _cut(draft: Draft, layer: ExpertLayer, part: Part, ids: Sequence[int]) -> Content:
     content = draft.tensors[part.name]
     if part.role == "ids":
-        _judge_ids(draft, layer, part, ids)
-        return content
+        return _remapped(draft, layer, part, ids)
     shape = content.shape
     if part.role == "flattened":
         width = shape[0] // layer.experts
@@ -306,16 +317,19 @@ def _cut(draft: Draft, layer: ExpertLayer, part: Part, ids: Sequence[int]) -> Co
     return take(content, part.axis, [*ids, *range(layer.experts, shape[part.axis])])
 
 
-def _judge_ids(draft: Draft, layer: ExpertLayer, part: Part, ids: Sequence[int]) -> None:
-    """A table whose values are expert ids says the same only where no id changes and none that it names goes."""
-    rows, changed_ids = id_rows(draft, part.name, ids)
-    if rows or changed_ids:
+def _remapped(draft: Draft, layer: ExpertLayer, part: Part, ids: Sequence[int]) -> Content:
+    """A table whose values are expert ids, with the new ids. A row that names an expert that goes has no new value."""
+    rows = rows_without_expert(draft, part.name, ids)
+    if rows:
         raise CannotApply(
-            f"{part.name} routes by a table of expert ids: {rows} of its rows name an expert that would go"
-            + ("" if rows else ", and the others would get other ids"),
+            f"{part.name} routes by a table of expert ids: {rows} of its rows name an expert that would go",
             part.name,
-            f"keep every expert of {layer.source} in its order: a hash layer has no router that could choose again",
+            f"keep every expert that it names in {layer.source}: a hash layer has no router that could choose again",
         )
+    places = {each: place for place, each in enumerate(ids)}
+    table = tuple(places.get(each, -1) for each in range(layer.experts))
+    content = draft.tensors[part.name]
+    return content if table == tuple(range(layer.experts)) else computed(content, Remap(table))
 
 
 def _without_head(draft: Draft, family: Family) -> Draft:
@@ -323,16 +337,29 @@ def _without_head(draft: Draft, family: Family) -> Draft:
     return Trim(compact_ranges(range(depth_of(family, draft.config))), mtp="drop").apply(draft)
 
 
+def _width_field(family: Family, draft: Draft) -> str:
+    """The field in which an engine looks for the count of an MTP head's own experts; "" where none does."""
+    section = family.section(draft.config or {})[1]
+    named = family.mtp.experts_field if family.mtp is not None else ""
+    return named or (MTP_COUNT if holds(section, MTP_COUNT) else "")
+
+
 def _full_width(draft: Draft, family: Family, experts: int) -> Draft:
     assert draft.config is not None
-    field = next(field for kind, field in _FULL_WIDTH.items() if kind in family.model_types)
-    path, section = family.section(draft.config)
-    if holds(section, field):
-        return draft
-    from surgery.draft import ConfigChange
-    from surgery.families.carrying import replaced_section
+    field = _width_field(family, draft)
+    if not holds(family.section(draft.config)[1], field):
+        draft = _own_count(draft, family, experts, field)
+    return noted(draft, "prune", f"the MTP head keeps {experts} experts, which {field} says: oMLX reads it, vLLM not")
 
+
+def _own_count(draft: Draft, family: Family, experts: int, field: str = "") -> Draft:
+    """The count of an MTP head's own experts: changed where the config has one, added as `field` where asked."""
+    assert draft.config is not None
+    path, section = family.section(draft.config)
+    old = read(section, MTP_COUNT)
+    if (old is None and not field) or old == experts:
+        return draft
+    field = field or MTP_COUNT
     config = replaced_section(family, draft.config, {**section, field: experts})
-    change = ConfigChange(".".join((*path, field)), None, experts, "MTP experts at full width", "omlx")
-    done = changed(draft, config=config, config_changes=(*draft.config_changes, change))
-    return noted(done, "prune", f"the MTP head keeps {experts} experts: {field} is what oMLX reads; vLLM reads none")
+    change = ConfigChange(".".join((*path, field)), old, experts, "count of the MTP head's experts", "oMLX")
+    return changed(draft, config=config, config_changes=(*draft.config_changes, change))

@@ -23,6 +23,7 @@ def pruned_config(
     path = family.section(config)[0]
     edited = copy.deepcopy(config)
     changes: list[ConfigChange] = []
+    counted = False
     section: Any = edited
     for key in path:
         section = section[key]
@@ -30,10 +31,17 @@ def pruned_config(
     for place, prefix in ((section, path), *(((edited, ()),) if path else ())):
         for field in (*COUNTS, *CAPACITIES):
             old = read(place, field) if holds(place, field) else None
+            counted |= field in COUNTS and (old == before or _list(old, before, after) is not None)
             new = after if old == before and not isinstance(old, bool) else _list(old, before, after)
             if new is not None and new != old:
                 changes.append(ConfigChange(".".join((*prefix, field)), copy.deepcopy(old), new, "expert count"))
                 place.update(with_fields(place, {field: new}))
+    if not counted:
+        raise CannotApply(
+            f"the config has no count of {before} experts, so it cannot say how many stay",
+            "config.json",
+            f"an engine would take its class's own count: write the field that {family.name} reads first",
+        )
     notes = []
     if after not in KERNEL_COUNTS:
         notes.append(f"{after} experts: vLLM's top-k kernels are made for {', '.join(map(str, KERNEL_COUNTS))}")
@@ -52,8 +60,15 @@ def group_count(section: Mapping[str, Any]) -> int:
     return next((value for name in GROUPS if isinstance(value := read(section, name), int) and value > 1), 1)
 
 
+def _largest(value: Any) -> int | None:
+    """A count, or the largest of one a layer."""
+    counts = value if isinstance(value, list) else [value]
+    return max(counts) if counts and all(isinstance(count, int) for count in counts) else None
+
+
 def _judge_top_k(section: Mapping[str, Any], after: int) -> None:
-    top_k = next(((name, value) for name in TOP_K if isinstance(value := read(section, name), int)), None)
+    found = ((name, _largest(read(section, name))) for name in TOP_K)
+    top_k = next(((name, value) for name, value in found if value is not None), None)
     if top_k is None:
         return
     groups = group_count(section)

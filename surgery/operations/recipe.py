@@ -20,12 +20,13 @@ import msgspec
 from surgery.draft import Draft, Operation, changed
 from surgery.errors import SurgeryError, UsageError
 from surgery.operations.dummy import Dummy
+from surgery.operations.graft import Graft
 from surgery.operations.prune import Prune
 from surgery.operations.rename import Rename
 from surgery.operations.repack import Repack
 from surgery.operations.trim import Trim
 
-AnyOperation = Trim | Prune | Rename | Repack | Dummy
+AnyOperation = Trim | Prune | Graft | Rename | Repack | Dummy
 """The operation table: a recipe entry is one of these, told apart by `operation`."""
 
 
@@ -40,8 +41,21 @@ def run_recipe(draft: Draft, operations: Sequence[Operation]) -> Draft:
             if len(operations) > 1:
                 error.where = f"operation {number} of {len(operations)}" + (f": {error.where}" if error.where else "")
             raise
-        draft = changed(draft, recipe=(*draft.recipe, msgspec.to_builtins(operation)))
+        recorded = operation.recorded() if isinstance(operation, Graft) else operation
+        draft = changed(draft, recipe=(*draft.recipe, msgspec.to_builtins(recorded)))
     return draft
+
+
+def with_sources(operations: Sequence[AnyOperation], others: Sequence[str]) -> list[AnyOperation]:
+    """The grafts that do not say where from (a manifest names no paths) with `others`, in order."""
+    left = list(others)
+    found: list[AnyOperation] = []
+    for each in operations:
+        asks = isinstance(each, Graft) and not each.other and left
+        found.append(msgspec.structs.replace(each, other=left.pop(0)) if asks else each)
+    if left:
+        raise UsageError(f"no graft of the recipe asks for {left[0]!r}", "--from", "name one for each graft without")
+    return found
 
 
 def read_recipe(path: Path) -> list[AnyOperation]:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from surgery.checkpoint import Checkpoint
 from surgery.config_reading import Config, setting, text_section
 from surgery.errors import SourceError
 from surgery.families.config_fields import read
+from surgery.families.expert_names import COUNTS, EXPERT, EXTRA_ROWS, FUSED, MTP_COUNT
 from surgery.families.schema import Family
 from surgery.layer_ranges import compact_ranges
 from surgery.safetensors_file import StoredTensor
@@ -22,9 +23,16 @@ from surgery.verifying.mtp_names import LAYER_NAME, MTP_NAME, is_mtp_name
 from surgery.verifying.rehash import Reader
 from surgery.verifying.verdicts import Findings
 
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-_ROUTERS = ("gate.weight", "gate.bias", "gate.e_score_correction_bias", "router.weight", "router.bias")
+_ROUTERS = (
+    "gate.weight",
+    "gate.bias",
+    "gate.e_score_correction_bias",
+    "router.weight",
+    "router.bias",
+    "router.layer.weight",
+    "gate.wg.weight",
+)
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 _HEAD_NAME = re.compile(r"(?:^|\.)(?:lm_head|embed_out|proj_out|output_projection)\.|^head\.")
 _RELATIVE_IMPORT = re.compile(r"^\s*from\s+\.(\w+)\s+import\b", re.MULTILINE)
@@ -168,43 +176,57 @@ def check_embeddings(checkpoint: Checkpoint, config: Config, findings: Findings,
 
 def check_experts(checkpoint: Checkpoint, config: Config, findings: Findings) -> None:
     """Expert ids without gaps, as many as the config counts; fused experts and routers have that axis too (E01)."""
-    expected = _count(config, *_EXPERT_COUNTS)
-    field = next((name for name in _EXPERT_COUNTS if setting(config, name) is not None), "the config")
+    field, layers_count = _experts_counted(config, COUNTS)
+    _, head_count = _experts_counted(config, (MTP_COUNT,))
     ids: dict[str, dict[int, int]] = {}
-    fused: list[StoredTensor] = []
+    fused: list[tuple[str, StoredTensor]] = []
     for name, tensor in checkpoint.tensors.items():
-        prefix, dot, rest = name.rpartition(".experts.")
-        if not dot:
+        match = EXPERT.match(name) or FUSED.match(name)
+        if match is None:
             continue
-        number, _, part = rest.partition(".")
-        if number.isascii() and number.isdecimal() and len(number) < 10:
-            held = ids.setdefault(prefix, {})
-            held[int(number)] = held.get(int(number), 0) + hash((part, tensor.shape))
-        else:
-            ids.setdefault(prefix, {})
-            if len(tensor.shape) >= 3:
-                fused.append(tensor)
+        prefix = f"{match['layer']}.{match['module']}".rstrip(".")
+        held = ids.setdefault(prefix, {})
+        number = match.groupdict().get("id")
+        if number is not None and len(number) < 10:
+            held[int(number)] = held.get(int(number), 0) + hash((match["part"], tensor.shape))
+        elif len(tensor.shape) >= 3:
+            fused.append((prefix, tensor))
+
+    def expected(prefix: str) -> int | None:
+        return head_count if head_count is not None and MTP_NAME.search(f"{prefix}.") else layers_count
+
     for prefix, held in ids.items():
         if held:
-            _check_ids(prefix, held, expected, field, config, findings)
-    if expected is None:
-        return
-    rows = expected + (_count(config, "zero_expert_num") or 0)
+            _check_ids(prefix, held, expected(prefix), field, config, findings)
+    spare = _count(config, *EXTRA_ROWS) or 0
     routers = [
-        router
+        (prefix, router)
         for prefix in ids
         for rest in _ROUTERS
         if (router := checkpoint.tensors.get(f"{prefix}.{rest}")) is not None and router.dtype in _FLOATS
     ]
-    for tensor, size in [*((t, expected) for t in fused), *((t, rows) for t in routers)]:
-        if tensor.shape and tensor.shape[0] != size:
+    for extra, (prefix, tensor) in [*((0, each) for each in fused), *((spare, each) for each in routers)]:
+        count = expected(prefix)
+        if count is not None and tensor.shape and tensor.shape[0] != count + extra:
             findings.fault(
                 "expert-axis",
-                f"{tensor.name} has shape {list(tensor.shape)}; {field} is {expected}",
+                f"{tensor.name} has shape {list(tensor.shape)}; {field} is {count}",
                 checkpoint.files[tensor.file].name,
-                f"every tensor with an expert axis must have {size} along it",
+                f"every tensor with an expert axis must have {count + extra} along it",
                 tensor.name,
             )
+
+
+def _experts_counted(config: Config, names: Sequence[str]) -> tuple[str, int | None]:
+    """The field that counts experts, and the count: one number, or a list of one number again and again."""
+    for section in (text_section(config), config):
+        for name in names:
+            value = read(section, name)
+            if isinstance(value, list) and value and all(each == value[0] for each in value):
+                value = value[0]
+            if isinstance(value, int) and not isinstance(value, bool):
+                return name, value
+    return "the config", None
 
 
 def _check_ids(

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import errno
 import json
-import re
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,18 @@ from surgery.safetensors_file import MAX_HEADER_NBYTES
 from surgery.side_files import is_index_file
 from surgery.storage import read_bytes
 from surgery.tiling import Fill, Tile
+from surgery.verifying.accounting import check_accounts, check_maps
 from surgery.verifying.edited_json import edit_fault
 from surgery.verifying.manifest_check import is_plain
 from surgery.verifying.manifest_reader import ManifestReader
 from surgery.verifying.rehash import open_regular
-from surgery.verifying.source_tiles import ByteFile, coverage_fault, first_difference, tile_difference
+from surgery.verifying.source_tiles import (
+    ByteFile,
+    coverage_fault,
+    element_bits,
+    first_difference,
+    tile_difference,
+)
 from surgery.verifying.verdicts import Findings, SourceProof
 
 _MAX_SURVEYED = 8
@@ -43,12 +49,6 @@ class Place(msgspec.Struct, frozen=True, gc=False):
     shape: tuple[int, ...]
     offset: int
     nbytes: int
-
-
-def element_bits(dtype: str) -> int:
-    """Bits an element, read from the name: BF16 has 16, F8_E4M3 8, F4 4; BOOL takes a byte."""
-    digits = re.search(r"[0-9]+", dtype)
-    return int(digits[0]) if digits else 8
 
 
 def surveyed(path: Path) -> dict[str, Place]:
@@ -101,14 +101,14 @@ class Proof:
         self,
         reader: ManifestReader,
         directory: Path,
-        against: Path,
+        against: Sequence[Path],
         findings: Findings,
         advance: Callable[[int], None],
     ) -> None:
         self._reader = reader
         self._head = reader.head
         self._directory = directory
-        self._root = against if against.is_dir() else against.parent
+        self._roots = [path if path.is_dir() else path.parent for path in against]
         self._findings = findings
         self._advance = advance
         self._surveys = _Surveys()
@@ -117,9 +117,12 @@ class Proof:
 
     def prove(self, sample: float, seed: int) -> SourceProof:
         """Identity of the source, accounting, and the bytes of a `sample` of the tensors chosen by `seed`."""
-        if any(source.root for source in self._head.sources):
-            return SourceProof("unverified", not_looked_at=["everything: the output has several sources"])
-        if self._is_the_source() and self._accounts():
+        needed = 1 + max((source.root for source in self._head.sources), default=0)
+        if needed != len(self._roots):
+            told = f"everything: the output has {needed} sources; give --against {needed} times, in their order"
+            return SourceProof("unverified", not_looked_at=[told])
+        if self._is_the_source() and check_accounts(self._reader, self._roots, self._surveys.of, self._fault):
+            check_maps(self._reader, self._fault)
             self._check_config()
             self._check_side_files()
             total = self._compare_tensors(sample, seed)
@@ -144,7 +147,7 @@ class Proof:
         mend = "name the SRC that the output was made from"
         right = True
         for source in self._head.sources:
-            path = self._root / source.name
+            path = self._roots[source.root] / source.name
             try:
                 if not is_plain(source.name):
                     raise OSError(errno.EINVAL, "no plain path inside the source", source.name)
@@ -167,50 +170,9 @@ class Proof:
                 right = False
         return right
 
-    def _accounts(self) -> bool:
-        """`in = kept + dropped` against the tensors that the source really has: none may have vanished."""
-        sizes: dict[str, int] = {}
-        chosen = {
-            tensor.source: self._head.sources[tensor.source_file].name
-            for tensor in self._reader.tensors()
-            if tensor.source is not None and tensor.source_file is not None
-        }
-        for source in self._head.sources:
-            try:
-                places = self._surveys.of(self._root / source.name)
-            except OSError as error:
-                self._fault("not-the-source", f"{source.name}: {error.strerror}", source.name)
-                return False
-            for name, place in places.items():
-                # Of a tensor in two files, the one that the output was made from counts.
-                if name not in sizes or chosen.get(name) == source.name:
-                    sizes[name] = place.nbytes
-        totals = self._head.totals
-        found = (len(sizes), sum(sizes.values()))
-        if found != (totals.tensors_in, totals.nbytes_in):
-            self._fault(
-                "accounting",
-                f"the source has {found[0]} tensors of {found[1]} bytes; the manifest accounts for "
-                f"{totals.tensors_in} of {totals.nbytes_in}",
-                MANIFEST_NAME,
-            )
-        for tensor in self._reader.tensors():
-            for name in _source_names(tensor):
-                sizes.pop(name, None)
-        for dropped in self._reader.dropped():
-            nbytes = sizes.pop(dropped.tensor, None)
-            if nbytes != dropped.nbytes:
-                why = "it is kept, or is no tensor of it" if nbytes is None else f"there it has {nbytes} bytes"
-                what = f"{dropped.tensor}, {dropped.nbytes} bytes, is listed as dropped from the source: {why}"
-                self._fault("accounting", what, MANIFEST_NAME, dropped.tensor)
-        for name in sizes:
-            what = f"{name} of the source is neither kept nor dropped: it has vanished"
-            self._fault("vanished-tensor", what, MANIFEST_NAME, name)
-        return True
-
     def _check_config(self) -> None:
         """The output's config is the source's, but for the changes that the manifest tells."""
-        old, new = _config(self._root), _config(self._directory)
+        old, new = _config(self._roots[0]), _config(self._directory)
         if old is None or new is None:
             return
         told = {change.keys[0] for change in self._head.config_changes if change.file == "config.json"}
@@ -228,7 +190,7 @@ class Proof:
                 continue
             if entry.source and not is_plain(entry.source):
                 continue
-            twin = self._root / (entry.source or name)
+            twin = self._roots[0] / (entry.source or name)
             if not twin.is_file():
                 self._result.not_looked_at.append(f"{name}: the source has no such file")
                 continue
@@ -316,16 +278,15 @@ class Proof:
         fault = coverage_fault(tiling)
         if fault is not None:
             return f"is not described by its tiling: {fault}"
-        bits = element_bits(place.dtype)
         for tile in tiling.tiles:
             source: ByteFile | None = None
             if isinstance(tile, Tile):
                 source_path = self._source_path(tile.source.file)
-                fault = self._tile_source_fault(tile, source_path, place.dtype)
+                fault = self._tile_source_fault(tile, source_path, tiling.stored_dtype)
                 if fault is not None:
                     return fault
                 source = self._file(source_path)
-            differs = tile_difference(tile, self._file(path), place.offset, place.shape, source, bits, self._advance)
+            differs = tile_difference(tile, tiling, self._file(path), place.offset, source, self._advance)
             if differs is not None:
                 told = f"the fill {tile.element}" if isinstance(tile, Fill) else f"{tile.source.name} of the source"
                 return f"differs from {told} in the block at index {list(differs)}"
@@ -349,7 +310,8 @@ class Proof:
     def _source_path(self, number: int) -> Path:
         if not 0 <= number < len(self._head.sources):
             raise OSError(errno.ENOENT, f"source file {number} is not listed in the manifest")
-        return self._root / self._head.sources[number].name
+        source = self._head.sources[number]
+        return self._roots[source.root] / source.name
 
     def _file(self, path: Path) -> ByteFile:
         """`path` opened; the latest few stay open."""
@@ -360,12 +322,6 @@ class Proof:
                 self._open.popitem(last=False)[1].close()
             self._open[path] = ByteFile(path)
         return self._open[path]
-
-
-def _source_names(tensor: ManifestTensor) -> list[str]:
-    if tensor.tiling is not None:
-        return [tile.source.name for tile in tensor.tiling.tiles if isinstance(tile, Tile)]
-    return [tensor.source] if tensor.source is not None else []
 
 
 def _config(directory: Path) -> dict[str, Any] | None:

@@ -11,11 +11,12 @@ import errno
 import itertools
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surgery.tiling import Fill, Tile, Tiling
+from surgery.tiling import Fill, Remap, Tile, Tiling
 from surgery.verifying.rehash import forget_pages, is_sparse, next_data, next_hole, open_regular, read_without_ahead
 
 if TYPE_CHECKING:
@@ -137,17 +138,17 @@ def coverage_fault(tiling: Tiling) -> str | None:
 
 def tile_difference(
     tile: Tile | Fill,
+    tiling: Tiling,
     out: ByteFile,
     out_offset: int,
-    out_shape: Sequence[int],
     source: ByteFile | None,
-    bits: int,
     advance: Callable[[int], None],
 ) -> tuple[int, ...] | None:
     """The index in the tensor of a block of the tile that is not as it should be; None where all are right."""
     import numpy as np
 
-    out_strides = _c_strides(out_shape)
+    out_strides = _c_strides(tiling.shape)
+    bits, source_bits = element_bits(tiling.dtype), element_bits(tiling.stored_dtype)
     source_strides = tile.strides if isinstance(tile, Tile) else (0,) * len(tile.shape)
     for box in _blocks(tile.shape, out_strides, source_strides, bits):
         shape = [end - begin for begin, end in box]
@@ -157,13 +158,51 @@ def tile_difference(
         if isinstance(tile, Tile):
             assert source is not None
             begin = tile.start + sum(b * s for (b, _), s in zip(box, tile.strides, strict=True))
-            wanted = _load(source, tile.source.offset, begin, shape, tile.strides, bits)
+            wanted = _load(source, tile.source.offset, begin, shape, tile.strides, source_bits)
+            if tiling.kernel is not None:
+                wanted = _computed(wanted, tiling)
         else:
             wanted = _pattern(tile.element, bits, first, shape, out_strides)
         if not np.array_equal(held, np.broadcast_to(wanted, held.shape)):
             return tuple(at)
         advance(math.prod(shape) * bits // 8)
     return None
+
+
+def element_bits(dtype: str) -> int:
+    """Bits an element, read from the name: BF16 has 16, F8_E4M3 8, F4 4; BOOL takes a byte."""
+    digits = re.search(r"[0-9]+", dtype)
+    return int(digits[0]) if digits else 8
+
+
+def _computed(units: Array, tiling: Tiling) -> Array:
+    """What the kernel's definition makes of stored elements, byte units on the last axis. Raises ValueError for one
+    that it does not define."""
+    import numpy as np
+
+    kernel, stored = tiling.kernel, tiling.stored_dtype
+    whole = np.ascontiguousarray(units)
+    if isinstance(kernel, Remap):
+        signed = "u" if stored.startswith("U") else "i"
+        values = whole.view(f"<{signed}{whole.shape[-1]}")
+        new = dict(enumerate(kernel.table))
+        made = np.vectorize(lambda value: new.get(int(value), -1), otypes=[np.int64])(values)
+        if (made < 0).any():
+            raise ValueError("an id that has no new one")
+        result: Array = made.astype(values.dtype).view(np.uint8)
+        return result
+    single: Array
+    if stored == "BF16":
+        single = np.concatenate([np.zeros_like(whole), whole], axis=-1).view("<f4")
+    elif stored == "F8_E8M0":
+        single = np.where(whole == 255, np.nan, np.ldexp(1.0, whole.astype(int) - 127)).astype("<f4")
+    else:
+        single = whole.view("<f2" if stored == "F16" else "<f4").astype("<f4")
+    if tiling.dtype == "BF16":
+        upper: Array = single.view(np.uint8)[..., 2:]
+        return upper
+    wide: Array = single.astype("<f4" if tiling.dtype == "F32" else "<f8").view(np.uint8)
+    return wide
 
 
 def _c_strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -1,0 +1,56 @@
+"""Tensors whose values a kernel computes: gathered as they are stored, a block of rows at a time, then made anew."""
+
+from __future__ import annotations
+
+import msgspec
+import xxhash
+
+from surgery.engine.gather import Part, run_group
+from surgery.engine.transfer import Channel
+from surgery.engine.writing import Outputs, Target
+from surgery.moves import moves
+from surgery.tensor import narrow
+from surgery.tiling import Tiling
+from surgery.value_kernels import computed_bytes
+
+
+class Computed(msgspec.Struct, frozen=True):
+    """One output tensor with a kernel: a unit of work of its own."""
+
+    ordinal: int
+    name: str
+    content: Tiling
+
+
+class _Memory(Outputs):
+    """Stands where output files do, and keeps the bytes."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__([], window=False, sparse=False)
+        self.data = memoryview(bytearray(nbytes))
+
+    def write(self, file: int, offset: int, data: memoryview) -> None:
+        self.data[offset : offset + len(data)] = data
+
+    def read(self, file: int, offset: int, into: memoryview) -> None:
+        into[:] = self.data[offset : offset + len(into)]
+
+
+def run_computed(channel: Channel, unit: Computed, target: Target) -> None:
+    """Write the tensor of `unit`, in order."""
+    content = unit.content
+    stored = content.as_stored()
+    rows = content.shape[0] if content.shape else 1
+    at = 0
+    step = max(1, rows * len(channel.buffer) // max(1, stored.nbytes))
+    for start in range(0, rows, step):
+        block = narrow(stored, 0, start, min(step, rows - start)) if content.shape else stored
+        memory = _Memory(block.nbytes)
+        inner = Channel(channel.sources, memory, channel.buffer, lambda _: None, channel.stopping)
+        whole = Target(0, 0, block.nbytes, xxhash.xxh3_128())
+        run_group(inner, [Part(move, whole, "copy", unit.name) for move in moves(block, unit.name)])
+        assert content.kernel is not None
+        made = computed_bytes(content.kernel, content.dtype, memory.data, unit.name)
+        target.write(channel.outputs, at, memoryview(made))
+        at += len(made)
+        channel.moved(len(made))
