@@ -1,4 +1,4 @@
-"""Every real fault of format, index, I/O, trimming and experts (cases.json), and the test that holds its right answer."""
+"""Every real fault of format, index, I/O, trimming and experts (cases.json), and the test of its right answer."""
 
 from __future__ import annotations
 

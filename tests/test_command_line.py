@@ -9,6 +9,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import support
 from surgery.cli.main import COMMANDS
@@ -26,6 +28,9 @@ def workplace(tiny_model, tmp_path):
     shutil.copytree(tiny_model("qwen3_moe"), tmp_path / "MOE")
     keep = {f"model.layers.{layer}": [0, 3] for layer in range(6)}
     (tmp_path / "keep.json").write_text(json.dumps({"format": 1, "experts": keep}))
+    for name in ("BARE", "OTHER"):
+        shutil.copytree(tiny_model("qwen3_next"), tmp_path / name)
+    save_file({"mtp.fc.weight": torch.zeros(4, 8)}, tmp_path / "OTHER" / "model-mtp.safetensors")
     (tmp_path / "A").symlink_to("SRC")
     (tmp_path / "B").symlink_to("SRC")
     (tmp_path / "DIR").symlink_to("SRC")
@@ -40,10 +45,12 @@ def test_the_help_of_every_command_has_an_example_and_it_runs(workplace):
         assert examples, f"surgery {name} --help has no example"
         for number, example in enumerate(examples):
             arguments = shlex.split(example.partition(" > ")[0])[1:]
-            if arguments[0] in ("trim", "prune", "repack", "rename", "run", "apply"):
+            if arguments[0] in ("trim", "prune", "graft", "repack", "rename", "run", "apply"):
                 arguments = [f"out-{name}-{number}" if argument == "OUT" else argument for argument in arguments]
             if arguments[0] == "prune":
                 arguments[1] = "MOE"
+            if arguments[0] == "graft":
+                arguments[1] = "BARE"
             if "--map" in arguments:
                 arguments[arguments.index("--map") + 1] = "model.layers=model.h"
             result = support.run_surgery(*arguments, cwd=workplace)

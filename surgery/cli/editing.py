@@ -237,10 +237,10 @@ graft_command = register(
     \b
     Example:
       surgery graft SRC OUT --from OTHER --tensors 'mtp.*'
-      surgery graft SRC OUT --from OTHER --tensors 'model.layers.61.*'
 
-    Nothing is replaced. Stages behind the layers get the numbers behind SRC's layers. Where SRC is quantised and the
-    tensors are not, its lists say so. `surgery verify OUT --against SRC --against OTHER` proves it.
+    Nothing is replaced. Stages that lie behind the layers (model.layers.61.* in OTHER) get the numbers behind SRC's
+    layers. Where SRC is quantised and the tensors are not, its lists say so.
+    `surgery verify OUT --against SRC --against OTHER` proves it.
     """,
 )
 
