@@ -338,3 +338,23 @@ def test_a_permuted_whole_keep_list_computes_what_the_source_does(tmp_path):
     wanted = masked_logits(source, "qwen3_moe", keep)
     assert torch.allclose(got, wanted, rtol=0, atol=1e-6 * float(wanted.abs().max()))
     assert KINDS["qwen3_moe"]
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"gate.weight": (torch.bfloat16, (6, 64))},
+        {"gate.qweight": (torch.int32, (64, 2)), "gate.scales": (torch.float16, (2, 16))},
+        {"gate.weight": (torch.float8_e4m3fn, (4, 64)), "gate.weight_scale_inv": (torch.float32, (2, 1))},
+        {"gate.weight": (torch.bfloat16, (4, 64)), "unheard_of": (torch.float32, (4, 3))},
+    ],
+)
+def test_a_router_that_nobody_understands_is_an_error_and_no_copy(extra, tmp_path):
+    held = per_expert({"weight": (torch.bfloat16, (16, 64))}, ("up_proj",))
+    more = {f"{LAYER}.mlp.{name}": random_of(dtype, *shape) for name, (dtype, shape) in extra.items()}
+    fields = {"num_hidden_layers": 2, "mlp_only_layers": [0], "num_experts": 4, "num_experts_per_tok": 2}
+    source = single_file(tmp_path / "source", {**held, **more}, model_type="qwen2_moe", **fields)
+    result = prune(source, tmp_path / "no", {LAYER: KEPT})
+    assert result.returncode == 2, result.stdout
+    assert f"{LAYER}.mlp." in result.stderr
+    assert not (tmp_path / "no").exists()

@@ -31,6 +31,12 @@ ROUTER = re.compile(
 )
 """What a router's tensors begin with, behind the module."""
 
+DECIDES = re.compile(
+    r"(?:gate|router|wg|classifier)\.(?:weight|bias|qweight|qzeros|scales|weight_packed|weight_scale|weight_scale_inv"
+    r"|weight_zero_point)"
+)
+"""Tensors that a router's choice is made of: each has an axis of experts, or one number for all of them."""
+
 ID_TABLES = ("tid2eid",)
 """Last parts of tensors whose values are expert ids (DeepSeek V4's hash layers)."""
 

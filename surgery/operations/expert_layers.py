@@ -13,6 +13,7 @@ from surgery.errors import CannotApply, Problems
 from surgery.families.config_fields import read
 from surgery.families.expert_names import (
     COUNTS,
+    DECIDES,
     EXPERT,
     EXTRA_ROWS,
     FLATTENED,
@@ -166,6 +167,13 @@ def _router_part(
         axis = next((axis for axis in (0, len(shape) - 1) if shape and shape[axis] in (*rows, layer.experts + 1)), None)
         if axis is not None:
             yield Part(name, "router", rest, axis=axis)
+        elif DECIDES.fullmatch(rest) and shape and shape[0] > 1:
+            problems.add(
+                f"{name} has shape {list(shape)}: a router's, and no axis is the {layer.experts} experts"
+                + (f" and {layer.extra} more" if layer.extra else ""),
+                name,
+                "rows that are packed or scaled in blocks cannot go singly; extra rows need a rule",
+            )
     elif layer.module and layer.experts in shape:
         problems.add(
             f"{name} has shape {list(shape)}: an axis of {layer.experts} is perhaps one of experts, and nobody knows",
