@@ -15,11 +15,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from surgery.errors import Finding, Problems, SourceError, UsageError
-from surgery.model_files import INDEX_SUFFIX, ModelFiles, choose_model_files, is_foreign_weights, read_json
+from surgery.errors import Finding, Problems, SourceError
+from surgery.model_files import ModelFiles, choose_model_files, is_foreign_weights, located, read_json
 from surgery.name_census import is_mtp
 from surgery.safetensors_file import StoredTensor, read_header
-from surgery.side_files import Links, SideFile, Stray, is_index_file, survey_side_files
+from surgery.side_files import Links, SideFile, Stray, survey_side_files
 from surgery.storage import local_path, same_bytes
 
 MAX_CONFIG_NBYTES = 64 << 20
@@ -89,7 +89,7 @@ class Checkpoint(msgspec.Struct):
         on_duplicate: OnDuplicate = "refuse",
     ) -> Checkpoint:
         """As `open`, with every fault of the content in `findings`. Raises only where there is nothing to look at."""
-        root, chosen = _located(local_path(location))
+        root, chosen = located(local_path(location))
         survey = _Survey(root, Links(root, allow_outside=allow_outside_links), on_duplicate)
         try:
             return survey.checkpoint(choose_model_files(root, chosen, survey.links, survey.findings))
@@ -99,24 +99,21 @@ class Checkpoint(msgspec.Struct):
             raise SourceError(f"cannot read: {error.strerror}", where, "check its permissions") from error
 
 
-def _located(path: Path) -> tuple[Path, str | None]:
-    """The resolved directory of `path`, and the file in it that was named."""
-    try:
-        if path.is_dir():
-            return path.resolve(strict=True), None
-        if not os.path.lexists(path):
-            raise SourceError("no such file or directory", str(path), "name a checkpoint directory")
-        if path.name.endswith(".safetensors") or is_index_file(path.name):
-            return path.parent.resolve(strict=True), path.name
-    except OSError as error:
-        raise SourceError(f"cannot read: {error.strerror}", str(path), "check its permissions") from error
-    if path.exists() and not path.is_file():
-        raise SourceError("a pipe, socket or device, not a directory or file", str(path), "name a checkpoint directory")
-    raise UsageError(
-        f"{path.name} is neither a directory nor a .safetensors or {INDEX_SUFFIX} file",
-        str(path),
-        "name a directory, or one of these files in it",
-    )
+def beside(root: Path, own: set[str]) -> Checkpoint:
+    """Config and side files of a directory whose weights, the files `own`, are another's business (rank files).
+
+    Raises `SourceError` for a config that cannot be read.
+    """
+    survey = _Survey(root, Links(root, allow_outside=False), "refuse")
+    config = survey.config()
+    side_files, strays, findings = survey_side_files(root, own, survey.links)
+    checkpoint = Checkpoint(root, [], {}, config, side_files, strays, [*survey.findings, *findings])
+    problems = Problems()
+    for finding in checkpoint.findings:
+        if finding.severity == "fault":
+            problems.add(finding.what, finding.where, finding.mend)
+    problems.raise_if_any(SourceError, "the source is not a valid checkpoint")
+    return checkpoint
 
 
 def declared_depth(config: dict[str, Any] | None) -> int | None:
@@ -155,7 +152,7 @@ class _Survey:
             self.tensors = {tensor.name: tensor for tensor in ordered}
         if model.index is not None:
             self._compare_index(model)
-        config = self._config()
+        config = self.config()
         model.names += self._mtp_files(model, config)
         self._compare_metadata()
         owned = {*model.names, *([model.index_name] if model.index_name else [])}
@@ -362,7 +359,7 @@ class _Survey:
     def path(self, file: int) -> Path:
         return self.root / self.files[file].name
 
-    def _config(self) -> dict[str, Any] | None:
+    def config(self) -> dict[str, Any] | None:
         name = "config.json"
         path = self.root / name
         if not os.path.lexists(path):

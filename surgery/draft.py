@@ -18,7 +18,7 @@ import msgspec
 
 from surgery.checkpoint import Checkpoint
 from surgery.errors import CannotApply, Finding
-from surgery.tiling import Content, sources
+from surgery.tiling import Content, Tile, sources
 
 Json = Any
 Config = dict[str, Json]
@@ -48,12 +48,12 @@ class SideFile(msgspec.Struct, frozen=True):
 
 
 class Dropped(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """A source tensor that no output holds, and the rule that says why. `root` counts `Draft.roots`."""
+    """A source tensor that no output holds, and the rule that says why. `file` counts the source files."""
 
     tensor: str
     nbytes: int
     rule: str
-    root: int = 0
+    file: int = 0
 
 
 class ConfigChange(msgspec.Struct, frozen=True):
@@ -87,12 +87,33 @@ class Decision(msgspec.Struct, frozen=True):
     what: str
 
 
+class Partition(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How a checkpoint is dealt to `ranks` of an engine. `expert_parallel`: experts go whole to ranks. `profile`: the
+    version of the engine whose names are written. `widened`: dtypes that the layout made wider, by source name."""
+
+    layout: str
+    ranks: int
+    expert_parallel: bool = False
+    profile: str = ""
+    lost: tuple[str, ...] = ()
+    widened: dict[str, str] = {}
+
+
+class RankChecks(msgspec.Struct, frozen=True):
+    """What only the bytes of rank files can tell: tiles that are copies of each other, and tiles of one element."""
+
+    replicas: tuple[tuple[Tile, Tile], ...] = ()
+    constants: tuple[tuple[Tile, str], ...] = ()
+
+
 class Draft(msgspec.Struct, frozen=True):
     """An ordered map name -> content, the config, the side files, and a log of what was decided.
 
     `layers` has, per stack prefix of the source (`model.layers.`), the source layer ids in their present order.
     `experts` has, per layer prefix of the source, the source's expert ids in their present order where some went.
-    `metadata` are the header strings of the output files. `side_files_only` is for a `--dummy` output.
+    `partition` is how the output is dealt to ranks, None where it is in storage shards; `from_ranks` says that it was
+    read from rank files, `rank_checks` what must hold of them. `metadata` are the header strings of the output files.
+    `dummy`: config and assets alone are written.
     """
 
     roots: tuple[Path, ...]
@@ -115,6 +136,9 @@ class Draft(msgspec.Struct, frozen=True):
     cover: tuple[Json, ...] = ()
     max_shard_bytes: int | None = None
     dummy: bool = False
+    partition: Partition | None = None
+    from_ranks: bool = False
+    rank_checks: RankChecks = RankChecks()
 
 
 @runtime_checkable
@@ -224,8 +248,7 @@ def with_tensors(draft: Draft, tensors: dict[str, Content], gone: Mapping[str, s
         for source in sources(draft.tensors[name]):
             key = (source.file, source.name)
             if key not in kept:
-                root = draft.files[source.file].root
-                dropped[key] = Dropped(source.name, source.nbytes, rule, root)
+                dropped[key] = Dropped(source.name, source.nbytes, rule, source.file)
     return changed(draft, tensors=tensors, dropped=(*draft.dropped, *dropped.values()))
 
 

@@ -13,7 +13,7 @@ from typing import BinaryIO
 import msgspec
 import xxhash
 
-from surgery.draft import ConfigChange, Decision, Dropped, Json, SourceFile
+from surgery.draft import ConfigChange, Decision, Dropped, Json, Partition, SourceFile
 from surgery.errors import SourceError
 from surgery.plan_check import is_plain
 from surgery.plan_types import Plan, PlannedTensor, Totals
@@ -77,6 +77,21 @@ class Manifest(ManifestHead, frozen=True):
     tensors: tuple[ManifestTensor, ...]
     cover: tuple[Json, ...] = ()
     experts: dict[str, list[int]] = {}
+    partition: Partition | None = None
+    ranks: bool = False
+
+
+_HEAD_FIELDS = (
+    "recipe",
+    "layers",
+    "experts",
+    "partition",
+    "ranks",
+    "config_changes",
+    "decisions",
+    "totals",
+    "cover",
+)
 
 
 def write_manifest(
@@ -96,7 +111,7 @@ def write_manifest(
 def _pieces(plan: Plan, digest: str, files: dict[str, ManifestFile], checksum: Callable[[int], str]) -> Iterator[bytes]:
     encode = msgspec.json.Encoder(decimal_format="number").encode
     yield b'{"format":%d,"tool":%s,"plan":"%s"' % (MANIFEST_FORMAT, encode(plan.tool), digest.encode())
-    for field in ("recipe", "layers", "experts", "config_changes", "decisions", "totals", "cover"):
+    for field in _HEAD_FIELDS:
         yield b',\n"%s":' % field.encode() + encode(getattr(plan, field))
     # Which root a source file belongs to and what identifies it; never where it lay.
     yield b',\n"sources":' + encode(plan.sources)

@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from surgery.errors import Finding, SourceError
+from surgery.errors import Finding, SourceError, UsageError
 from surgery.regular_file import refuse_git_lfs_pointer
-from surgery.side_files import Links, is_weight_file
+from surgery.side_files import Links, is_index_file, is_weight_file
 from surgery.storage import read_bytes
 
 MAX_INDEX_NBYTES = 512 << 20
@@ -48,6 +48,26 @@ class ModelFiles(msgspec.Struct):
 def is_foreign_weights(name: str) -> bool:
     """Safetensors files that are never the model's: another format's, an adapter's, a rank partition's."""
     return name.startswith(_NOT_THE_MODEL) or _RANK_FILE.fullmatch(name) is not None
+
+
+def located(path: Path) -> tuple[Path, str | None]:
+    """The resolved directory of `path`, and the file in it that was named."""
+    try:
+        if path.is_dir():
+            return path.resolve(strict=True), None
+        if not os.path.lexists(path):
+            raise SourceError("no such file or directory", str(path), "name a checkpoint directory")
+        if path.name.endswith(".safetensors") or is_index_file(path.name):
+            return path.parent.resolve(strict=True), path.name
+    except OSError as error:
+        raise SourceError(f"cannot read: {error.strerror}", str(path), "check its permissions") from error
+    if path.exists() and not path.is_file():
+        raise SourceError("a pipe, socket or device, not a directory or file", str(path), "name a checkpoint directory")
+    raise UsageError(
+        f"{path.name} is neither a directory nor a .safetensors or {INDEX_SUFFIX} file",
+        str(path),
+        "name a directory, or one of these files in it",
+    )
 
 
 def choose_model_files(root: Path, chosen: str | None, links: Links, findings: list[Finding]) -> ModelFiles:

@@ -14,8 +14,10 @@ import msgspec
 import xxhash
 
 from surgery import __version__
-from surgery.draft import CONFIG_NAME, Decision, Draft, SideFile, json_text, require_present
+from surgery.draft import CONFIG_NAME, Decision, Draft, Dropped, SideFile, changed, json_text, require_present
 from surgery.errors import CannotApply, Problems
+from surgery.layouts.partition import RankFile
+from surgery.layouts.writing import rank_files
 from surgery.model_card import model_card
 from surgery.plan_check import check_plan
 from surgery.plan_types import PLAN_FORMAT, Check, Plan, PlannedFile, PlannedSideFile, PlannedTensor, Totals
@@ -38,12 +40,16 @@ def make_plan(draft: Draft, checks: Sequence[Check] = ()) -> Plan:
     """The plan of `draft`. Raises `CannotApply` with every problem found; reads side files, never weights."""
     require_present(draft)
     _require_whole_bytes(draft)
-    totals = _account(draft)
     if draft.dummy:
         files: tuple[PlannedFile, ...] = ()
+    elif draft.partition is not None:
+        draft, dealt = rank_files(draft)
+        files = tuple(_rank_file(file) for file in dealt)
     else:
         files = tuple(pack(draft.tensors, draft.metadata, draft.base_name, draft.max_shard_bytes))
-    index = _index_name(draft.base_name) if len(files) > 1 else None
+    draft, checks = _checked_ranks(draft, files, checks)
+    totals = _account(draft, files)
+    index = _index_name(draft.base_name) if len(files) > 1 and draft.partition is None else None
     plan = Plan(
         format=PLAN_FORMAT,
         tool=f"surgery {__version__}",
@@ -58,6 +64,8 @@ def make_plan(draft: Draft, checks: Sequence[Check] = ()) -> Plan:
         dropped=draft.dropped,
         layers=draft.layers,
         experts=draft.experts,
+        partition=draft.partition,
+        ranks=draft.from_ranks,
         config_changes=draft.config_changes,
         decisions=(*draft.decisions, *_oversized(files, draft.max_shard_bytes or DEFAULT_MAX_SHARD_BYTES)),
         totals=totals,
@@ -143,16 +151,61 @@ def _require_whole_bytes(draft: Draft) -> None:
     problems.raise_if_any(CannotApply)
 
 
-def _account(draft: Draft) -> Totals:
+def _rank_file(file: RankFile) -> PlannedFile:
+    header, placed = build_header([(n, c.dtype, c.shape) for n, c in file.tensors.items()], file.metadata)
+    nbytes = len(header) + sum(content.nbytes for content in file.tensors.values())
+    tensors = tuple(_planned(name, file.tensors[name]) for name, _ in placed)
+    return PlannedFile(file.name, nbytes, tensors, file.rank, file.metadata)
+
+
+def _checked_ranks(
+    draft: Draft, files: Sequence[PlannedFile], checks: Sequence[Check]
+) -> tuple[Draft, tuple[Check, ...]]:
+    """What must hold of the bytes of rank files, as checks; copies that no output takes are dropped by that rule.
+
+    A copy of what goes anyway is not looked at.
+    """
+    given = draft.rank_checks
+    if not (given.replicas or given.constants):
+        return draft, tuple(checks)
+    used = {(s.file, s.name) for file in files for tensor in file.tensors for s in sources(tensor.content)}
+    gone = {(each.file, each.tensor) for each in draft.dropped}
+    found = list(checks)
+    dropped: dict[tuple[int, str], Dropped] = {}
+
+    def leave(stored: StoredTensor, rule: str) -> None:
+        key = (stored.file, stored.name)
+        if key not in used and key not in gone:
+            dropped[key] = Dropped(stored.name, stored.nbytes, rule, stored.file)
+
+    for tile, twin in given.replicas:
+        kept = (twin.source.file, twin.source.name) in used
+        if kept:
+            found.append(Check("same", tile, twin=twin))
+        leave(tile.source, COPY if kept else COPY_OF_GONE)
+    for tile, element in given.constants:
+        found.append(Check("constant", tile, element=element))
+        leave(tile.source, SAID_OTHERWISE)
+    return changed(draft, dropped=(*draft.dropped, *dropped.values())), tuple(found)
+
+
+COPY = "reshard: a copy of another rank's, compared with it"
+COPY_OF_GONE = "reshard: a copy of a tensor that goes"
+SAID_OTHERWISE = "reshard: padding, or an index that is made anew"
+
+
+def _account(draft: Draft, files: Sequence[PlannedFile]) -> Totals:
     """Prove that every source tensor is kept or dropped by a rule; a tensor that is neither has vanished."""
-    roots = [file.root for file in draft.files]
     used: set[tuple[int, str]] = set()
     nbytes_kept = nbytes_out = 0
-    for content in draft.tensors.values():
+    tensors_out = 0
+    planned = (tensor.content for file in files for tensor in file.tensors)
+    for content in draft.tensors.values() if draft.partition is None or draft.dummy else planned:
         nbytes = content.nbytes
         nbytes_out += nbytes
+        tensors_out += 1
         for source in (content,) if isinstance(content, StoredTensor) else sources(content):
-            key = (roots[source.file], source.name)
+            key = (source.file, source.name)
             if key not in used:
                 used.add(key)
                 nbytes_kept += nbytes if source is content else source.nbytes
@@ -166,7 +219,7 @@ def _account(draft: Draft) -> Totals:
             "accounting of the plan",
             "this is a fault of an operation: please report it with the recipe",
         )
-    return Totals(tensors_in, nbytes_in, kept, nbytes_kept, gone, nbytes_dropped, len(draft.tensors), nbytes_out)
+    return Totals(tensors_in, nbytes_in, kept, nbytes_kept, gone, nbytes_dropped, tensors_out, nbytes_out)
 
 
 def _config_file(draft: Draft) -> list[SideFile]:

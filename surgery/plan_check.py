@@ -33,16 +33,18 @@ def check_plan(plan: Plan, *, proven: bool = False) -> None:
     names: set[str] = set()
     for file in plan.files:
         for tensor in file.tensors:
-            if proven and tensor.whole is not None and tensor.name != "__metadata__":
+            if proven and tensor.whole is not None and tensor.name != "__metadata__" and file.rank < 0:
                 continue
-            name = tensor.name
-            if name in names or name == "__metadata__" or not name:
-                problems.add(f"the tensor name {name!r} is there twice or is no tensor name", file.name, _MEND)
+            name = tensor.name if file.rank < 0 else f"{file.rank}\0{tensor.name}"
+            if name in names or tensor.name in ("__metadata__", ""):
+                problems.add(f"the tensor name {tensor.name!r} is there twice or is no tensor name", file.name, _MEND)
             names.add(name)
             _check_tensor(tensor, bounds, problems)
     checkable = {tensor.name: tensor for tensor in plan.tensors()} if plan.checks else {}
     for check in plan.checks:
         _check_source(check.tile.source, bounds, check.tile.source.name, problems)
+        if check.twin is not None:
+            _check_source(check.twin.source, bounds, check.twin.source.name, problems)
         _check_check(check, checkable, problems)
         if check.kind == "equal" and check.tensor not in checkable:
             problems.add(f"a check of {check.tensor!r}, which is no output tensor", "plan", _MEND)
@@ -59,6 +61,10 @@ def _check_check(check: Check, tensors: dict[str, PlannedTensor], problems: Prob
         dtype, shape = tile.source.dtype, tile.shape
         tile = msgspec.structs.replace(tile, offset=(0,) * len(tile.shape))
     fault = box_fault(tile, dtype, shape)
+    if fault is None and check.kind == "same":
+        twin = check.twin
+        alike = twin is not None and (twin.source.dtype, twin.shape) == (dtype, tile.shape)
+        fault = None if alike else "a tile and its twin of other shapes"
     if fault is None and check.kind == "constant":
         fault = element_fault(check.element, dtype)
     if fault is not None:
@@ -70,7 +76,7 @@ def _check_structure(plan: Plan, problems: Problems) -> None:
     for file in plan.files:
         if not file.name.endswith(".safetensors"):
             problems.add(f"the weight file {file.name!r} is not named *.safetensors", "plan", _MEND)
-    if len(plan.files) > 1 and plan.index is None:
+    if len(plan.files) > 1 and plan.index is None and any(file.rank < 0 for file in plan.files):
         problems.add(f"{len(plan.files)} weight files and no index", "plan", _MEND)
     if plan.index is not None and not is_index_file(plan.index):
         problems.add(f"the index {plan.index!r} is not named as one", "plan", _MEND)

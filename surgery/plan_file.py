@@ -38,7 +38,7 @@ def _pieces(plan: Plan, *, with_roots: bool) -> Iterator[bytes]:
     yield b'{"format":%d,"tool":%s' % (plan.format, encode(plan.tool))
     if with_roots:
         yield b',\n"roots":' + encode(plan.roots)
-    for field in ("recipe", "metadata", "index", "layers", "totals"):
+    for field in ("recipe", "metadata", "index", "layers", "experts", "partition", "ranks", "totals"):
         yield b',\n"%s":' % field.encode() + encode(getattr(plan, field))
     for field in _LISTS:
         yield b',\n"%s":' % field.encode()
@@ -46,7 +46,10 @@ def _pieces(plan: Plan, *, with_roots: bool) -> Iterator[bytes]:
     yield b',\n"files":['
     for number, planned in enumerate(plan.files):
         separator = b"," if number else b""
-        yield b'%s\n{"name":%s,"nbytes":%d,"tensors":' % (separator, encode(planned.name), planned.nbytes)
+        yield b'%s\n{"name":%s,"nbytes":%d' % (separator, encode(planned.name), planned.nbytes)
+        if planned.rank >= 0:
+            yield b',"rank":%d,"metadata":%s' % (planned.rank, encode(planned.metadata))
+        yield b',"tensors":'
         yield from _lines(planned.tensors)
         yield b"}"
     yield b"]}\n"

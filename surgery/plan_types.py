@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from surgery.draft import ConfigChange, Decision, Dropped, Json, SourceFile
+from surgery.draft import ConfigChange, Decision, Dropped, Json, Partition, SourceFile
 from surgery.errors import CannotApply
 from surgery.safetensors_file import StoredTensor, build_header, tensor_nbytes
 from surgery.tiling import Content, Tile, Tiling
@@ -43,15 +43,21 @@ class PlannedTensor(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 class PlannedFile(msgspec.Struct, frozen=True):
-    """One safetensors file; `tensors` in the order of their bytes, `nbytes` with the header."""
+    """One safetensors file; `tensors` in the order of their bytes, `nbytes` with the header.
+
+    A file of a `rank` (-1: storage) has `metadata` of its own; names are unique within a rank.
+    """
 
     name: str
     nbytes: int
     tensors: tuple[PlannedTensor, ...]
+    rank: int = -1
+    metadata: dict[str, str] | None = None
 
     def header(self, metadata: dict[str, str]) -> tuple[bytes, list[tuple[str, int]]]:
         """The file's header, and its tensors with the position of their data after it."""
-        return build_header([(t.name, t.dtype, t.shape) for t in self.tensors], metadata)
+        strings = metadata if self.metadata is None else self.metadata
+        return build_header([(t.name, t.dtype, t.shape) for t in self.tensors], strings)
 
 
 class PlannedSideFile(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -69,13 +75,14 @@ class Check(msgspec.Struct, frozen=True, omit_defaults=True):
     """What only the bytes can tell, judged while they stream; a failure is exit 3 and nothing is published.
 
     `equal`: the tile holds the bytes that `tensor` of the output gets in the tile's box. `constant`: every element
-    of the tile is `element` (hexadecimal).
+    of the tile is `element` (hexadecimal). `same`: the tile holds the bytes of `twin`, another part of a source.
     """
 
-    kind: Literal["equal", "constant"]
+    kind: Literal["equal", "constant", "same"]
     tile: Tile
     tensor: str = ""
     element: str = ""
+    twin: Tile | None = None
 
 
 class Totals(msgspec.Struct, frozen=True):
@@ -92,7 +99,10 @@ class Totals(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """See the module. `roots` are where the sources lie; they, alone, are not part of the digest."""
+    """See the module. `roots` are where the sources lie; they, alone, are not part of the digest.
+
+    `partition` is how the output is dealt to ranks; `ranks` says that the source was.
+    """
 
     format: int
     tool: str
@@ -112,6 +122,8 @@ class Plan(msgspec.Struct, frozen=True):
     cover: tuple[Json, ...] = ()
     inputs: tuple[PlannedSideFile, ...] = ()
     experts: dict[str, list[int]] = {}
+    partition: Partition | None = None
+    ranks: bool = False
 
     def tensors(self) -> Iterator[PlannedTensor]:
         """Every output tensor, file by file, in the order that the executor numbers them."""

@@ -50,7 +50,13 @@ class Widen(msgspec.Struct, frozen=True, gc=False, tag_field="name", tag="widen"
     stored: str
 
 
-Kernel = Remap | Widen
+class Narrow(msgspec.Struct, frozen=True, gc=False, tag_field="name", tag="narrow"):
+    """A float of dtype `stored` that a layout had made wider becomes what it was: exact, or the job stops."""
+
+    stored: str
+
+
+Kernel = Remap | Widen | Narrow
 """The few true computations, elementwise and named, with parameters that are data."""
 
 
@@ -67,7 +73,7 @@ class Tiling(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
     @property
     def stored_dtype(self) -> str:
-        return self.kernel.stored if isinstance(self.kernel, Widen) else self.dtype
+        return self.kernel.stored if isinstance(self.kernel, (Widen, Narrow)) else self.dtype
 
     def as_stored(self) -> Tiling:
         """The tensor before its kernel."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from surgery.errors import SourceError
 from surgery.safetensors_file import DTYPE_BITS
-from surgery.tiling import Fill, Kernel, Remap, Tiling
+from surgery.tiling import Fill, Kernel, Narrow, Remap, Tiling
 
 if TYPE_CHECKING:
     import numpy
@@ -41,6 +41,9 @@ def kernel_fault(content: Tiling) -> str | None:
         highest = (1 << (DTYPE_BITS[content.dtype] - 1)) - 1
         if len(kernel.table) > _MAX_TABLE or any(not -1 <= value <= highest for value in kernel.table):
             return "a table of ids that are none"
+    elif isinstance(kernel, Narrow):
+        if (content.dtype, kernel.stored) not in _WIDER or kernel.stored == "F64":
+            return f"{kernel.stored} was no {content.dtype} before"
     elif (kernel.stored, content.dtype) not in _WIDER:
         return f"{kernel.stored} cannot become {content.dtype} without loss"
     return None
@@ -60,8 +63,28 @@ def computed_bytes(kernel: Kernel, dtype: str, stored: memoryview, where: str) -
             )
         ids: bytes = table[values].astype(_INTEGERS[dtype]).tobytes()
         return ids
+    if isinstance(kernel, Narrow):
+        return _narrowed(dtype, stored, where)
     data: bytes = _widened(kernel.stored, dtype, stored).tobytes()
     return data
+
+
+def _narrowed(dtype: str, data: memoryview, where: str) -> bytes:
+    """The numbers in the narrower dtype that they came from. Raises `SourceError` where one did not."""
+    import numpy as np
+
+    single = np.frombuffer(data, "<f4")
+    if dtype == "BF16":
+        made: Any = (single.view("<u4") >> 16).astype("<u2")
+    elif dtype == "F16":
+        with np.errstate(over="ignore", invalid="ignore"):
+            made = single.astype("<f2").view("<u2")
+    else:
+        made = (single.view("<u4") >> 23).astype("u1")
+    result: bytes = made.tobytes()
+    if _widened(dtype, "F32", memoryview(result)).tobytes() != bytes(data):
+        raise SourceError(f"{where} holds numbers that no {dtype} has", where, "the rank files were changed since")
+    return result
 
 
 def _widened(stored: str, dtype: str, data: memoryview) -> numpy.ndarray[Any, Any]:

@@ -16,6 +16,7 @@ from typing import Protocol
 import msgspec
 
 from surgery.checkpoint import Checkpoint
+from surgery.draft import Partition
 from surgery.errors import Finding, SourceError, UsageError
 from surgery.manifest import MANIFEST_NAME
 from surgery.verifying.integrity import PARTIAL_NAME, Integrity
@@ -74,6 +75,11 @@ def _is_dummy(reader: ManifestReader | None) -> bool:
     return reader is not None and any(step.get("operation") == "dummy" for step in reader.head.recipe)
 
 
+def _partition(reader: ManifestReader | None) -> Partition | None:
+    """How the output was dealt to ranks, where it was."""
+    return reader.head.partition if reader is not None else None
+
+
 def _require_directory(directory: Path, where: str) -> None:
     if directory.is_dir():
         return
@@ -114,7 +120,12 @@ class _Verification:
                 str(self._directory),
                 "name a checkpoint directory as DIR",
             )
-        loading = check_loading(checkpoint, self._loading)
+        partition = _partition(reader)
+        if partition is None:
+            loading = check_loading(checkpoint, self._loading)
+        else:
+            told = f"names and shapes: {partition.ranks} ranks of layout {partition.layout} are an engine's own"
+            loading = Verdict("unverified", [told])
         self._take_survey(checkpoint, reader)
         config = checkpoint.config
         if reader is None:
@@ -180,6 +191,8 @@ class _Verification:
         for finding in checkpoint.findings:
             if finding.kind == "no-model" and _is_dummy(reader):
                 continue
+            if finding.kind == "rank-partition" and _partition(reader) is not None:
+                continue  # As it was meant: the manifest has every file.
             absent = not os.path.lexists(self._directory / finding.where)
             if finding.kind == "missing-file" and absent and finding.where in listed:
                 continue  # Said file by file, with their tensors, when they are compared with the manifest.

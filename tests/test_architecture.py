@@ -39,6 +39,8 @@ LAYERS = [
     ["legality"],
     ["plan_types"],
     ["plan_check"],
+    ["small_values"],
+    ["layouts"],
     ["operations", "model_card"],
     ["plan"],
     ["plan_file", "plan_page", "manifest"],

@@ -45,7 +45,7 @@ def test_the_help_of_every_command_has_an_example_and_it_runs(workplace):
         assert examples, f"surgery {name} --help has no example"
         for number, example in enumerate(examples):
             arguments = shlex.split(example.partition(" > ")[0])[1:]
-            if arguments[0] in ("trim", "prune", "graft", "repack", "rename", "run", "apply"):
+            if arguments[0] in ("trim", "prune", "graft", "reshard", "repack", "rename", "run", "apply"):
                 arguments = [f"out-{name}-{number}" if argument == "OUT" else argument for argument in arguments]
             if arguments[0] == "prune":
                 arguments[1] = "MOE"

@@ -7,7 +7,7 @@ from typing import Literal
 
 import click
 
-from surgery.cli.options import OUTPUT_OPTIONS, parse_pairs
+from surgery.cli.options import LAYOUTS, OUTPUT_OPTIONS, RESHARD_OPEN_OPTIONS, parse_pairs
 from surgery.cli.writing import Operations, plan_group, register
 from surgery.errors import UsageError
 from surgery.layer_ranges import parse_ranges
@@ -17,9 +17,18 @@ from surgery.operations.keep_lists import METRICS, read_keep, read_scores
 from surgery.operations.prune import Prune
 from surgery.operations.rename import Rename
 from surgery.operations.repack import Repack
+from surgery.operations.reshard import Reshard
 from surgery.operations.trim import Trim
 
-__all__ = ["graft_command", "plan_group", "prune_command", "rename_command", "repack_command", "trim_command"]
+__all__ = [
+    "graft_command",
+    "plan_group",
+    "prune_command",
+    "rename_command",
+    "repack_command",
+    "reshard_command",
+    "trim_command",
+]
 
 
 def _finished(operations: Operations, max_shard_size: str | None, dummy: bool, settings: tuple[str, ...]) -> Operations:
@@ -109,6 +118,12 @@ def _build_graft(
     other: str, tensors: tuple[str, ...], max_shard_size: str | None, dummy: bool, settings: tuple[str, ...]
 ) -> Operations:
     return _finished([Graft(tensors, other)], max_shard_size, dummy, settings)
+
+
+def _build_reshard(
+    tp: int, layout: str | None, ep: int | None, profile: str | None, dummy: bool, settings: tuple[str, ...]
+) -> Operations:
+    return _finished([Reshard(tp, layout or "", ep or 0, profile or "")], None, dummy, settings)
 
 
 def _build_repack(max_shard_size: str | None, dummy: bool, settings: tuple[str, ...]) -> Operations:
@@ -242,6 +257,29 @@ graft_command = register(
     layers. Where SRC is quantised and the tensors are not, its lists say so.
     `surgery verify OUT --against SRC --against OTHER` proves it.
     """,
+)
+
+reshard_command = register(
+    "reshard",
+    _build_reshard,
+    (
+        click.option("--tp", type=click.IntRange(1, 4096), required=True, help="How many tensor-parallel ranks."),
+        click.option("--layout", type=click.Choice(LAYOUTS), help="The layout of OUT; the source's own when left out."),
+        click.option("--ep", type=click.IntRange(1), help="Experts go whole to so many ranks: equal to --tp."),
+        click.option("--profile", metavar="VERSION", help="The version of vLLM whose names are written."),
+        *OUTPUT_OPTIONS[1:],
+    ),
+    """Split SRC into rank partitions, deal them to another number of ranks, or merge them; write OUT.
+
+    \b
+    Example:
+      surgery reshard SRC OUT --tp 2 --layout vllm
+      surgery reshard SRC OUT --tp 2 --layout hf-rank --dry-run
+
+    Merge with --tp 1 --layout hf. Layouts: hf, hf-rank (Hugging Face names, rank-local shapes), dcp-hf (sharded
+    safetensors of torch.distributed.checkpoint), vllm (sharded_state), deepseek (model{i}-mp{N}).
+    """,
+    RESHARD_OPEN_OPTIONS,
 )
 
 repack_command = register(

@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "prune": ("surgery.cli.editing", "prune_command", "Keep some experts of every layer, routers and all."),
     "cover": ("surgery.cli.covering", "cover_command", "The fewest layers that keep every kind."),
     "graft": ("surgery.cli.editing", "graft_command", "Add tensors of another checkpoint: a lost MTP head."),
+    "reshard": ("surgery.cli.editing", "reshard_command", "Rank partitions: split, merge, or deal anew."),
     "repack": ("surgery.cli.editing", "repack_command", "The same tensors in shards of another size."),
     "rename": ("surgery.cli.editing", "rename_command", "Other names for tensors."),
     "run": ("surgery.cli.writing", "run_command", "Several operations in one pass: a YAML recipe."),

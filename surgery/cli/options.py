@@ -12,6 +12,18 @@ from surgery.errors import UsageError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
+LAYOUTS = ("hf", "hf-rank", "dcp-hf", "vllm", "deepseek")
+
+
+def _source_layout(*names: str) -> Callable[[Command], Command]:
+    return click.option(
+        *names,
+        "source_layout",
+        type=click.Choice(LAYOUTS),
+        help="The layout of SRC where its files could be of several; told by what it holds, when left out.",
+    )
+
+
 SOURCE_OPTIONS = (
     click.option(
         "--on-duplicate",
@@ -26,6 +38,10 @@ SOURCE_OPTIONS = (
         help="Follow links that leave the source directory (the hub cache's own links are always followed).",
     ),
 )
+OPEN_OPTIONS = (*SOURCE_OPTIONS, _source_layout("--source-layout"))
+"""Of commands that take rank files too."""
+
+RESHARD_OPEN_OPTIONS = (*SOURCE_OPTIONS, _source_layout("--from", "--source-layout"))
 
 WRITING_OPTIONS = (
     click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),

@@ -11,14 +11,14 @@ from typing import Any
 
 import click
 
-from surgery.checkpoint import Checkpoint
-from surgery.cli.options import SOURCE_OPTIONS, WRITING_OPTIONS, add_options
+from surgery.cli.options import OPEN_OPTIONS, WRITING_OPTIONS, add_options
 from surgery.cli.output import emit, emit_json, message
 from surgery.cli.progress import ConsoleProgress
-from surgery.draft import Operation, draft_of
+from surgery.draft import Operation
 from surgery.engine.space import allocated_nbytes
 from surgery.errors import MAX_LISTED_PROBLEMS, OutputError, UsageError, printable
 from surgery.execute import Options, Outcome, execute
+from surgery.layouts.reading import open_draft
 from surgery.operations.recipe import read_recipe, run_recipe, with_sources
 from surgery.plan import make_plan
 from surgery.plan_file import decode_plan, plan_digest, read_plan, write_plan
@@ -32,13 +32,17 @@ Operations = list[Operation]
 
 def make_plan_of(source: str, operations: Sequence[Operation], **source_options: Any) -> Plan:
     """Open SRC, apply the operations, and plan."""
-    checkpoint = Checkpoint.open(source, **source_options)
+    draft, checkpoint = open_draft(source, **source_options)
+    if checkpoint is None:
+        assert draft.partition is not None
+        message(f"note: {source} holds {draft.partition.ranks} ranks of layout {draft.partition.layout}")
+        return make_plan(run_recipe(draft, operations))
     for finding in checkpoint.findings[:MAX_LISTED_PROBLEMS]:
         message(f"{finding.severity}: {finding.what}" + (f" ({finding.where})" if finding.where else ""))
     rest = len(checkpoint.findings) - MAX_LISTED_PROBLEMS
     if rest > 0:
         message(f"and {rest} more findings: `surgery inspect {source}` lists them")
-    return make_plan(run_recipe(draft_of(checkpoint), operations))
+    return make_plan(run_recipe(draft, operations))
 
 
 def carry_out(plan: Plan, out: Path | None, options: dict[str, Any]) -> None:
@@ -142,25 +146,27 @@ def save_plan(plan: Plan, path: Path) -> None:
 Build = Callable[..., Operations]
 
 
-def register(name: str, build: Build, options: tuple[Any, ...], text: str) -> click.Command:
+def register(
+    name: str, build: Build, options: tuple[Any, ...], text: str, source_options: tuple[Any, ...] = OPEN_OPTIONS
+) -> click.Command:
     """The writing command `name`, and its twin `plan name`; `build` makes the operations from the options."""
 
     @click.command(name, help=text)
     @click.argument("src")
     @click.argument("out", type=click.Path(path_type=Path))
     @add_options(options)
-    @add_options(SOURCE_OPTIONS)
+    @add_options(source_options)
     @add_options(WRITING_OPTIONS)
     def write(src: str, out: Path, **given: Any) -> None:
         operations = build(**{key: given.pop(key) for key in _names(options)})
-        plan = make_plan_of(src, operations, **{key: given.pop(key) for key in _names(SOURCE_OPTIONS)})
+        plan = make_plan_of(src, operations, **{key: given.pop(key) for key in _names(source_options)})
         carry_out(plan, out, given)
 
     @plan_group.command(name, help=f"The plan of `surgery {name}`. OUT may be left out: a plan does not name it.")
     @click.argument("src")
     @click.argument("out", required=False)
     @add_options(options)
-    @add_options(SOURCE_OPTIONS)
+    @add_options(source_options)
     @PLAN_FILE_OPTION
     def plan(src: str, out: str | None, plan_path: Path, **given: Any) -> None:
         operations = build(**{key: given.pop(key) for key in _names(options)})
@@ -213,7 +219,7 @@ FROM_OPTION = click.option(
 @click.argument("out", type=click.Path(path_type=Path))
 @click.argument("recipe", type=click.Path(path_type=Path))
 @FROM_OPTION
-@add_options(SOURCE_OPTIONS)
+@add_options(OPEN_OPTIONS)
 @add_options(WRITING_OPTIONS)
 def run_command(src: str, out: Path, recipe: Path, others: tuple[str, ...], **given: Any) -> None:
     """Several operations in one pass: RECIPE is YAML, or the surgery.json of another output.
@@ -232,7 +238,7 @@ def run_command(src: str, out: Path, recipe: Path, others: tuple[str, ...], **gi
       surgery run SRC OUT recipe.yaml
     """
     operations = with_sources(read_recipe(recipe), others)
-    plan = make_plan_of(src, operations, **{key: given.pop(key) for key in _names(SOURCE_OPTIONS)})
+    plan = make_plan_of(src, operations, **{key: given.pop(key) for key in _names(OPEN_OPTIONS)})
     carry_out(plan, out, given)
 
 
@@ -240,7 +246,7 @@ def run_command(src: str, out: Path, recipe: Path, others: tuple[str, ...], **gi
 @click.argument("src")
 @click.argument("out_and_recipe", nargs=-1, required=True, metavar="[OUT] RECIPE")
 @FROM_OPTION
-@add_options(SOURCE_OPTIONS)
+@add_options(OPEN_OPTIONS)
 @PLAN_FILE_OPTION
 def plan_run(src: str, out_and_recipe: tuple[str, ...], others: tuple[str, ...], plan_path: Path, **given: Any) -> None:
     if len(out_and_recipe) > 2:

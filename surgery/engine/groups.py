@@ -81,6 +81,8 @@ class Group(msgspec.Struct, frozen=True):
         ]
         place = dict(zip(self.names, zip(self.ordinals, self.contents, strict=True), strict=True))
         for check in self.checks:
+            if check.kind == "same":
+                continue  # Compared apart: neither side is an output.
             label = check.tile.source.name
             if check.kind == "equal":
                 ordinal, content = place[check.tensor]
@@ -106,6 +108,7 @@ def units(plan: Plan, layout: Layout, done: Done) -> Iterator[Unit]:
         for source in sources(tensor.tiling)
     }
     complex_sources |= {_key(check.tile.source) for check in plan.checks}
+    complex_sources |= {_key(check.twin.source) for check in plan.checks if check.twin is not None}
     checked = {check.tensor for check in plan.checks}
     plain: list[tuple[int, int, int, int]] = []
     grouped: list[int] = []
@@ -185,6 +188,8 @@ def _groups(
     for number, check in enumerate(plan.checks):
         node = ("check", number)
         parent[find(_key(check.tile.source))] = find(node)
+        if check.twin is not None:
+            parent[find(_key(check.twin.source))] = find(node)
         if check.kind == "equal":
             parent[find(node)] = find(name_to_ordinal[check.tensor])
     members: dict[object, tuple[list[int], list[Check]]] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from surgery.engine.computed import Computed, run_computed
+from surgery.engine.computed import Computed, run_computed, run_same
 from surgery.engine.gather import run_group
 from surgery.engine.groups import Group, Unit
 from surgery.engine.job import Job
@@ -53,6 +53,9 @@ class Worker:
         if isinstance(unit, Group):
             targets = {ordinal: layout.target(ordinal) for ordinal in unit.ordinals}
             run_group(self._gather, unit.parts(targets))
+            for check in unit.checks:
+                if check.kind == "same":
+                    run_same(self._gather, check)
             for ordinal in unit.ordinals:
                 self._close(ordinal, targets[ordinal])
         else:

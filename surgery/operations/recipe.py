@@ -24,9 +24,10 @@ from surgery.operations.graft import Graft
 from surgery.operations.prune import Prune
 from surgery.operations.rename import Rename
 from surgery.operations.repack import Repack
+from surgery.operations.reshard import Reshard
 from surgery.operations.trim import Trim
 
-AnyOperation = Trim | Prune | Graft | Rename | Repack | Dummy
+AnyOperation = Trim | Prune | Graft | Rename | Reshard | Repack | Dummy
 """The operation table: a recipe entry is one of these, told apart by `operation`."""
 
 

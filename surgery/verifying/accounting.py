@@ -25,19 +25,13 @@ _EXPERT = re.compile(
 )
 
 
-def sources_of(reader: ManifestReader, tensor: ManifestTensor) -> list[tuple[int, str]]:
-    """Root and name of every source tensor that `tensor` takes bytes from."""
-    files = reader.head.sources
-
-    def root(file: int) -> int:
-        return files[file].root if 0 <= file < len(files) else 0
-
+def sources_of(tensor: ManifestTensor) -> list[tuple[int, str]]:
+    """Source file and name of every stored tensor that `tensor` takes bytes from."""
     if tensor.tiling is not None:
-        copies = [tile.source for tile in tensor.tiling.tiles if isinstance(tile, Tile)]
-        return [(root(source.file), source.name) for source in copies]
+        return [(tile.source.file, tile.source.name) for tile in tensor.tiling.tiles if isinstance(tile, Tile)]
     if tensor.source is None or tensor.source_file is None:
         return []
-    return [(root(tensor.source_file), tensor.source)]
+    return [(tensor.source_file, tensor.source)]
 
 
 def check_accounts(
@@ -48,28 +42,18 @@ def check_accounts(
 ) -> bool:
     """Whether every source file could be read; a tensor of the source that is neither kept nor dropped is a fault.
 
-    Of a further source (`graft`) only what was taken came in.
+    Of a further source (`graft`) only what was taken came in. Of a tensor in two storage shards one counts, of rank
+    files each.
     """
-    sizes: list[dict[str, int]] = [{} for _ in roots]
-    chosen = {
-        tensor.source: reader.head.sources[tensor.source_file].name
-        for tensor in reader.tensors()
-        if tensor.source is not None and tensor.source_file is not None
-    }
+    sizes: list[dict[str, int]] = []
     for source in reader.head.sources:
         try:
             places = survey(roots[source.root] / source.name)
         except OSError as error:
             fault("not-the-source", f"{source.name}: {error.strerror}", source.name, None)
             return False
-        for name, place in places.items():
-            # Of a tensor in two files, the one that the output was made from counts.
-            if name not in sizes[source.root] or chosen.get(name) == source.name:
-                sizes[source.root][name] = place.nbytes
-    if len(roots) > 1:
-        named = set(_named(reader))
-        for root in range(1, len(roots)):
-            sizes[root] = {name: nbytes for name, nbytes in sizes[root].items() if (root, name) in named}
+        sizes.append({name: place.nbytes for name, place in places.items()})
+    _leave_out(reader, sizes)
     totals = reader.head.totals
     found = (sum(map(len, sizes)), sum(sum(each.values()) for each in sizes))
     if found != (totals.tensors_in, totals.nbytes_in):
@@ -81,10 +65,11 @@ def check_accounts(
             None,
         )
     for tensor in reader.tensors():
-        for root, name in sources_of(reader, tensor):
-            sizes[root].pop(name, None)
+        for file, name in sources_of(tensor):
+            if 0 <= file < len(sizes):
+                sizes[file].pop(name, None)
     for dropped in reader.dropped():
-        nbytes = sizes[dropped.root].pop(dropped.tensor, None) if dropped.root < len(sizes) else None
+        nbytes = sizes[dropped.file].pop(dropped.tensor, None) if 0 <= dropped.file < len(sizes) else None
         if nbytes != dropped.nbytes:
             why = "it is kept, or is no tensor of it" if nbytes is None else f"there it has {nbytes} bytes"
             what = f"{dropped.tensor}, {dropped.nbytes} bytes, is listed as dropped from the source: {why}"
@@ -95,12 +80,36 @@ def check_accounts(
     return True
 
 
+def _leave_out(reader: ManifestReader, sizes: list[dict[str, int]]) -> None:
+    """Tensors that never came in: the other copy of one that is there twice, and what was not taken of a further
+    source."""
+    files = reader.head.sources
+    seen: dict[str, int] = {}
+    twice: set[str] = set()
+    if not reader.head.ranks:
+        for file, each in enumerate(sizes):
+            for name in each if not files[file].root else ():
+                if name in seen:
+                    twice.add(name)
+                seen[name] = file
+    del seen
+    further = {file for file, source in enumerate(files) if source.root}
+    if not twice and not further:
+        return
+    named = {(file, name) for file, name in _named(reader) if name in twice or file in further}
+    for file, each in enumerate(sizes):
+        for name in [name for name in each if (file in further or name in twice) and (file, name) not in named]:
+            # A tensor that nobody speaks of has vanished, in whichever file.
+            if file in further or any((other, name) in named for other in range(len(sizes))):
+                del each[name]
+
+
 def _named(reader: ManifestReader) -> Iterator[tuple[int, str]]:
-    """Root and name of every source tensor that the manifest speaks of."""
+    """Source file and name of every tensor that the manifest speaks of."""
     for tensor in reader.tensors():
-        yield from sources_of(reader, tensor)
+        yield from sources_of(tensor)
     for dropped in reader.dropped():
-        yield dropped.root, dropped.tensor
+        yield dropped.file, dropped.tensor
 
 
 def check_maps(reader: ManifestReader, fault: Fault) -> None:

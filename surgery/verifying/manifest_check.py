@@ -87,7 +87,7 @@ def _check_tensors(
         for file, name, size in _sources(tensor, nbytes):
             if not 0 <= file < len(head.sources):
                 _fault(findings, f"{tensor.name} comes from source file {file}, which is not listed", tensor.name)
-            elif (key := hash((head.sources[file].root, name))) not in used:
+            elif (key := hash((file, name))) not in used:
                 used.add(key)
                 nbytes_kept += size
         wrong = layer_names.fault(tensor)
@@ -122,7 +122,8 @@ class _LayerNames:
         family = find_family(config) if config is not None else None
         stacks = (family, *family.also) if family is not None else ()
         self._held_for_all = tuple(suffix for stack in stacks for suffix in stack.first_only)
-        self._judged = bool(operations) and operations <= _KEEPS_NAMES
+        in_ranks = head.ranks or head.partition is not None
+        self._judged = bool(operations) and operations <= _KEEPS_NAMES and not in_ranks
         self._behind: int | None = None
 
     def fault(self, tensor: ManifestTensor) -> str | None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surgery.tiling import Fill, Remap, Tile, Tiling
+from surgery.tiling import Fill, Narrow, Remap, Tile, Tiling
 from surgery.verifying.rehash import forget_pages, is_sparse, next_data, next_hole, open_regular, read_without_ahead
 
 if TYPE_CHECKING:
@@ -191,6 +191,14 @@ def _computed(units: Array, tiling: Tiling) -> Array:
             raise ValueError("an id that has no new one")
         result: Array = made.astype(values.dtype).view(np.uint8)
         return result
+    if isinstance(kernel, Narrow):
+        # Widened again it must be what is stored.
+        kept: Array = np.ascontiguousarray(whole[..., 2:]) if tiling.dtype == "BF16" else whole[..., :0]
+        if tiling.dtype == "F16":
+            kept = whole.view("<f4").astype("<f2").view(np.uint8)
+        elif tiling.dtype == "F8_E8M0":
+            kept = (np.log2(whole.view("<f4")) + 127).astype(np.uint8)
+        return kept
     single: Array
     if stored == "BF16":
         single = np.concatenate([np.zeros_like(whole), whole], axis=-1).view("<f4")
