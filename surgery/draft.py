@@ -89,7 +89,10 @@ class Decision(msgspec.Struct, frozen=True):
 
 class Partition(msgspec.Struct, frozen=True, omit_defaults=True):
     """How a checkpoint is dealt to `ranks` of an engine. `expert_parallel`: experts go whole to ranks. `profile`: the
-    version of the engine whose names are written. `widened`: dtypes that the layout made wider, by source name."""
+    version of the engine whose names are written. What it takes to have the same tensors back: `widened`, dtypes that
+    the layout made wider, by name; `vectors`, scales that were vectors of one; `group_index`, whether indices in plain
+    order were left out. `lost` is what cannot be had back.
+    """
 
     layout: str
     ranks: int
@@ -97,6 +100,8 @@ class Partition(msgspec.Struct, frozen=True, omit_defaults=True):
     profile: str = ""
     lost: tuple[str, ...] = ()
     widened: dict[str, str] = {}
+    vectors: tuple[str, ...] = ()
+    group_index: bool = False
 
 
 class RankChecks(msgspec.Struct, frozen=True):

@@ -64,7 +64,7 @@ def dealt_group_index(name: str, content: Content, split: Split, indices: GroupI
     size = _plain(name, split, indices)
     if not size:
         return None
-    return [_runs(content.dtype, split.length(rank), size) for rank in range(len(split.ranks))]
+    return [plain_index(content.dtype, split.length(rank), size) for rank in range(len(split.ranks))]
 
 
 def merged_group_index(
@@ -76,7 +76,7 @@ def merged_group_index(
     if not size or not held:
         return None
     constants = [constant for each in held for constant in constants_of(each, size)]
-    return WholeIndex(_runs(held[0].dtype, split.size, size), constants)
+    return WholeIndex(plain_index(held[0].dtype, split.size, size), constants)
 
 
 def constants_of(content: Content, size: int) -> list[tuple[Tile, str]]:
@@ -94,7 +94,8 @@ def _plain(name: str, split: Split, indices: GroupIndices) -> int:
     return indices.groups.get(module, 0) if leaf in LEAVES and not split.is_whole else 0
 
 
-def _runs(dtype: str, length: int, size: int) -> Tiling:
+def plain_index(dtype: str, length: int, size: int) -> Tiling:
+    """`row // size` for every row."""
     fills = tuple(
         Fill(_element(dtype, number), (start,), (min(size, length - start),))
         for number, start in enumerate(range(0, length, size))

@@ -15,17 +15,6 @@ RankTensors = list[dict[str, Content]]
 """By rank: names and contents."""
 
 
-class Partition(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How a checkpoint is dealt to `ranks`. `expert_parallel`: experts go whole to ranks. `profile`: the version of an
-    engine whose names are written. `inverse` says what cannot be had back from the ranks alone, empty where all can."""
-
-    layout: str
-    ranks: int
-    expert_parallel: bool = False
-    profile: str = ""
-    inverse: tuple[str, ...] = ()
-
-
 class RankFile(msgspec.Struct, frozen=True):
     """One file of a rank, with header strings of its own."""
 
@@ -64,13 +53,16 @@ class Merged(msgspec.Struct):
 
 
 class Job(msgspec.Struct):
-    """What a layout has to know: the model's config, the number of ranks, options, and how to read small tensors."""
+    """What a layout has to know: the model's config, the number of ranks, options, and how to read small tensors.
+    `group_index`: GPTQ indices in plain order were left out of the ranks.
+    """
 
     config: Mapping[str, Any]
     ranks: int
     expert_parallel: bool = False
     profile: str = ""
     values: Values | None = None
+    group_index: bool = False
 
 
 def names_of(ranks: Sequence[Mapping[str, Content]]) -> list[str]:

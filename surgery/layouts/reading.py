@@ -12,7 +12,7 @@ from surgery.layouts.dcp_hf import SHARDING_INFO
 from surgery.layouts.detection import RankSet, detect, manifest_partition
 from surgery.layouts.partition import Job, Merged, RankTensors
 from surgery.small_values import integers
-from surgery.tensor import computed
+from surgery.tensor import computed, reshape
 from surgery.tiling import Content, Narrow
 
 _OF_DCP = (SHARDING_INFO, "DCP_VERSION")
@@ -53,6 +53,7 @@ def rank_draft(root: Path, found: RankSet) -> Draft:
         found.ranks,
         bool(given.get("expert_parallel")),
         str(given.get("profile") or ""),
+        group_index=bool(given.get("group_index")),
     )
     draft = changed(
         base,
@@ -66,6 +67,10 @@ def rank_draft(root: Path, found: RankSet) -> Draft:
     merged = _merged(draft, found, ranks, partition)
     widened = given.get("widened")
     tensors = _narrowed(merged.tensors, widened if isinstance(widened, dict) else {})
+    vectors = given.get("vectors")
+    for name in vectors if isinstance(vectors, list) else ():
+        if name in tensors and tensors[name].shape == ():
+            tensors[name] = reshape(tensors[name], (1,))
     index = {(f.rank, t.name): t for f in found.files for t in f.header.tensors}
     dropped = tuple(
         Dropped(name, index[rank, name].nbytes, rule, index[rank, name].file)
@@ -94,7 +99,7 @@ def _merged(draft: Draft, found: RankSet, ranks: RankTensors, partition: Partiti
     def values(content: Content) -> list[int]:
         return integers(draft, content)
 
-    job = Job(draft.config, found.ranks, partition.expert_parallel, partition.profile, values)
+    job = Job(draft.config, found.ranks, partition.expert_parallel, partition.profile, values, partition.group_index)
     merge = {"hf-rank": hf_rank.merge, "vllm": vllm.merge, "deepseek": deepseek.merge}[found.layout]
     return merge(ranks, job)
 

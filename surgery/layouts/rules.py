@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from surgery.errors import CannotApply
 from surgery.families.config_fields import read
+from surgery.families.expert_names import COUNTS
 from surgery.layouts.splits import Split, chunked, cut, heads, padded, sections, whole_section
 
 Config = Mapping[str, Any]
@@ -250,6 +251,10 @@ class Model:
             "config.json",
             "put the model's own config beside the files",
         )
+
+    def experts(self) -> int | None:
+        """The count of routed experts that the config states."""
+        return next((value for name in COUNTS if isinstance(value := read(self.config, name), int) and value), None)
 
     def size(self, name: str, total: int = 0) -> int:
         """The size of a section by name."""

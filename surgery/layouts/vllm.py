@@ -15,8 +15,8 @@ from surgery.config_reading import config_dtype, tied_embeddings
 from surgery.errors import CannotApply
 from surgery.families.records import find_family, model_type
 from surgery.layouts import hf_rank
-from surgery.layouts.dealing import Shape
-from surgery.layouts.group_index import group_indices
+from surgery.layouts.dealing import Shape, logical_shapes
+from surgery.layouts.group_index import group_indices, plain_index
 from surgery.layouts.partition import Dealt, Job, Merged, RankFile, RankTensors
 from surgery.layouts.rules import Model
 from surgery.layouts.splits import zero_element
@@ -36,6 +36,7 @@ _STACKED = re.compile(rf"^(?P<module>.*\.experts)\.{EXPERTS}\.(?P<side>w13|w2)_(
 _OWN_SCALE = re.compile(r"\.(?:_?[kqv]_scale|_?prob_scale|[kqv]_zero_point)$")
 _GATES, _UPS = ("gate_proj", "w1"), ("up_proj", "w3")
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_EXPERT_LEAVES = ("weight", "bias", "weight_scale_inv", "weight_scale", "input_scale")
 INTO_EVERY_SLOT = ("weight_scale", "input_scale", "weight_scale_2", "weight_global_scale", "input_global_scale")
 
 
@@ -55,11 +56,25 @@ def deal(tensors: dict[str, Content], job: Job) -> Dealt:
     for name in [name for name in kept if name.endswith(("g_idx", "rotary_emb.inv_freq"))]:
         dealt.dropped[name] = "reshard: vLLM holds none"
     dealt.ranks = [dict(sorted(_state(rank, number, job, names).items())) for number, rank in enumerate(dealt.ranks)]
-    wide = sorted(name for name in kept if is_wide(theirs(name, names), names) and kept[name].dtype != "F32")
+    for name in kept:
+        if name.endswith(".weight_shape") and _is_joined_before_last(name):
+            dealt.dropped[name] = "reshard: vLLM keeps one shape for joined modules"
+    wide = sorted(name for name in kept if widens(theirs(name, names), kept[name], names))
     if wide:
         dealt.notes.append(f"{len(wide)} tensors are widened to F32 as vLLM holds them, first {wide[0]}")
-        dealt.inverse.append(f"dtypes of {len(wide)} widened tensors")
     return dealt
+
+
+def _is_joined_before_last(name: str) -> bool:
+    last = name.rpartition(".")[0].rpartition(".")[2]
+    return any(last in parts[:-1] for _, parts in FUSED)
+
+
+def vectors(tensors: Mapping[str, Content]) -> Iterator[str]:
+    """Scales of one number that are vectors: vLLM's shapes do not tell them from scalars."""
+    for name, content in tensors.items():
+        if name.rpartition(".")[2] in INTO_EVERY_SLOT and content.shape == (1,):
+            yield name
 
 
 def _without_twins(tensors: dict[str, Content], job: Job, names: Names) -> tuple[dict[str, Content], dict[str, str]]:
@@ -93,6 +108,8 @@ def _state(rank: dict[str, Content], number: int, job: Job, names: Names) -> dic
         if name.endswith(("g_idx", "rotary_emb.inv_freq")):
             continue
         new = theirs(name, names)
+        if name.rpartition(".")[2] in INTO_EVERY_SLOT and content.shape == ():
+            content = reshape(content, (1,))
         state[new] = computed(content, Widen(content.dtype), "F32") if widens(new, content, names) else content
     for module, parts in experts.items():
         for leaf, content in _stacked(parts, module, names):
@@ -175,8 +192,12 @@ def _split_experts(rank: dict[str, Content]) -> tuple[dict[str, Content], dict[s
 def _stacked(parts: Parts, module: str, names: Names) -> Iterator[tuple[str, Content]]:
     """`w13_<leaf>` and `w2_<leaf>` of a layer's experts, gate above up."""
     for leaf, sides in parts.items():
-        if leaf == "g_idx":
-            continue
+        if leaf not in _EXPERT_LEAVES:
+            raise CannotApply(
+                f"{module}: how vLLM holds {leaf} of experts before it repacks them is not known",
+                f"{module}.*.{leaf}",
+                "hf-rank and dcp-hf need no engine's form",
+            )
         if "both" in sides or -1 in sides.get("down", {}):
             yield from _from_fused(leaf, sides, names)
             continue
@@ -244,10 +265,11 @@ def merge(ranks: RankTensors, job: Job) -> Merged:
                 tiles = (tile for tile in tiling(content).tiles if isinstance(tile, Tile))
                 zeros += [(tile, zero_element(content.dtype)) for tile in tiles]
                 continue
-            for old, part in _unjoined(ours(name, names), content, model, names):
+            for old, part in _unjoined(ours(name, names), content, model, names, number):
                 held[old] = part
         local.append(held)
     merged = hf_rank.merge(local, job, VOCABULARY_QUANTUM)
+    _remake(merged, job)
     merged.own = own
     merged.constants += zeros
     if tied_embeddings(job.config) and names.tied in merged.tensors:
@@ -255,17 +277,36 @@ def merge(ranks: RankTensors, job: Job) -> Merged:
     return merged
 
 
-def _unjoined(name: str, content: Content, model: Model, names: Names) -> Iterator[tuple[str, Content]]:
+def _remake(merged: Merged, job: Job) -> None:
+    """What the layout had left out and shapes tell: the shape of each joined module, GPTQ indices in plain order."""
+    logical = logical_shapes(merged.tensors, job.config)
+    for name in list(merged.tensors):
+        module, _, leaf = name.rpartition(".")
+        shape = logical.get(module)
+        if leaf == "weight_packed" and f"{module}.weight_shape" not in merged.tensors and shape is not None:
+            sizes = tuple(
+                Fill(size.to_bytes(8, "little").hex(), (place,), (1,)) for place, size in enumerate(shape[-2:])
+            )
+            merged.tensors[f"{module}.weight_shape"] = Tiling("I64", (2,), sizes)
+        if leaf == "qweight" and job.group_index and shape is not None:
+            groups = merged.tensors[f"{module}.scales"].shape[-2]
+            merged.tensors[f"{module}.g_idx"] = plain_index("I32", shape[-1], -(-shape[-1] // groups))
+
+
+def _unjoined(name: str, content: Content, model: Model, names: Names, rank: int) -> Iterator[tuple[str, Content]]:
     """The parts of what vLLM joined or stacked, under our names."""
     match = _STACKED.match(name)
     if match is not None:
-        yield from _unstacked(match, content, names)
+        yield from _unstacked(match, content, names, model, rank)
         return
     module, _, leaf = name.rpartition(".")
     above, _, last = module.rpartition(".")
     parts = next((parts for whole, parts in FUSED if whole == last), None)
     if parts is None or model.role(module) is not None:
-        yield name, content
+        yield name, reshape(content, ()) if leaf in INTO_EVERY_SLOT and content.shape == (1,) else content
+        return
+    if leaf == "weight_shape":
+        yield f"{above}.{parts[-1]}.{leaf}", content
         return
     if leaf in INTO_EVERY_SLOT and content.shape == (len(parts),):
         for number, part in enumerate(parts):
@@ -298,7 +339,10 @@ def _part_sizes(fused: str, total: int, model: Model, names: Names) -> list[int]
     return [queries, rest] if fused == "fused_qkv_a_proj" else [queries, rest // 2, rest // 2]
 
 
-def _unstacked(match: re.Match[str], content: Content, names: Names) -> Iterator[tuple[str, Content]]:
+def _unstacked(
+    match: re.Match[str], content: Content, names: Names, model: Model, rank: int
+) -> Iterator[tuple[str, Content]]:
+    """A rank's experts; with fewer than the config counts they are whole, the rank's share in their order."""
     module, leaf = match["module"], match["leaf"]
     if names.turned:
         part = "gate_up_proj" if match["side"] == "w13" else "down_proj"
@@ -307,7 +351,9 @@ def _unstacked(match: re.Match[str], content: Content, names: Names) -> Iterator
         return
     mixtral = module.endswith("block_sparse_moe.experts")
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
-    for number, each in enumerate(unstack(content, 0)):
+    count = model.experts()
+    first = rank * content.shape[0] if count is not None and content.shape[0] * model.ranks == count else 0
+    for number, each in enumerate(unstack(content, 0), first):
         if match["side"] == "w2":
             yield f"{module}.{number}.{down}.{leaf}", each
             continue

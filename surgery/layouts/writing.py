@@ -28,11 +28,18 @@ def rank_files(draft: Draft) -> tuple[Draft, list[RankFile]]:
     for note in dealt.notes:
         draft = noted(draft, "reshard", note)
     constants = (*draft.rank_checks.constants, *dealt.constants)
-    widened = _widened(draft, job) if partition.layout == "vllm" else {}
+    of_vllm = partition.layout == "vllm"
+    kept = msgspec.structs.replace(
+        partition,
+        lost=tuple(dealt.inverse),
+        widened=_widened(draft, job) if of_vllm else {},
+        vectors=tuple(vllm.vectors(draft.tensors)) if of_vllm else (),
+        group_index=of_vllm and any(name.endswith(".g_idx") for name in dealt.dropped),
+    )
     draft = changed(
         draft,
         rank_checks=msgspec.structs.replace(draft.rank_checks, constants=constants),
-        partition=msgspec.structs.replace(partition, lost=tuple(dealt.inverse), widened=widened),
+        partition=kept,
     )
     files: Callable[[Dealt, Job, dict[str, str]], list[RankFile]] = _MODULES[partition.layout].files
     return draft, files(dealt, job, draft.metadata)
