@@ -17,6 +17,7 @@ import msgspec
 from surgery.checkpoint import Checkpoint
 from surgery.errors import Finding, SourceError, printable
 from surgery.families.generic import generic_family
+from surgery.families.mtp_names import is_mtp_name
 from surgery.families.records import find_family
 from surgery.legality import Legality, legality
 from surgery.manifest import MANIFEST_NAME
@@ -24,7 +25,6 @@ from surgery.packed_weights import Unpacked, Weight, unpacked
 from surgery.sizes import human_size
 from surgery.verifying.loading import check_loading
 from surgery.verifying.module_lists import check_module_lists
-from surgery.verifying.mtp_names import is_mtp_name
 from surgery.verifying.verdicts import Answer, Findings
 
 MAX_SHOWN = 20

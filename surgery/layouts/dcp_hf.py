@@ -9,11 +9,13 @@ Source: torch 2.13 `distributed/checkpoint/_hf_utils.py` and `hf_storage.py`.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 
 from surgery.errors import CannotApply
 from surgery.layouts.hf_rank import model_of
 from surgery.layouts.partition import Dealt, Job, Merged, RankFile
+from surgery.layouts.rules import Model
 from surgery.layouts.splits import chunked, part
 from surgery.moves import coverage_fault
 from surgery.tiling import Content, Tile, Tiling, contiguous_strides, whole_source
@@ -22,13 +24,18 @@ SHARDING_INFO = "DCP_SHARDING_INFO"
 _VERSION = {"DCP_VERSION": "1.0"}
 _MIN_CUT = 2
 Offsets = dict[str, list[int]]
+EXPERT = re.compile(r"\.experts\.[0-9]+\.")
 
 
 def deal(tensors: dict[str, Content], job: Job) -> Dealt:
     """Boxes of every tensor, by torch.chunk along one axis; vectors that no rule cuts and scalars go to one rank."""
+    try:
+        model: Model | None = model_of(job)
+    except CannotApply:
+        model = None  # Any architecture can be dealt so: the boxes say where they belong.
     dealt = Dealt([{} for _ in range(job.ranks)], offsets=[{} for _ in range(job.ranks)])
     nbytes = [0] * job.ranks
-    axes = {name: _axis(name, content, job) for name, content in tensors.items()}
+    axes = {name: _axis(name, content, model, job.ranks) for name, content in tensors.items()}
     for name, content in tensors.items():
         axis = axes[name]
         if axis is None:
@@ -48,15 +55,13 @@ def deal(tensors: dict[str, Content], job: Job) -> Dealt:
     return dealt
 
 
-def _axis(name: str, content: Content, job: Job) -> int | None:
+def _axis(name: str, content: Content, model: Model | None, ranks: int) -> int | None:
     """The axis that the architecture's rules cut, else the first; None for what is not cut."""
     shape = content.shape
-    if not shape or 0 in shape or job.ranks == 1:
+    if EXPERT.search(name):
+        return None  # One of very many: whole, and balanced over the ranks.
+    if not shape or 0 in shape or ranks == 1:
         return None
-    try:
-        model = model_of(job)
-    except CannotApply:
-        model = None
     module, _, leaf = name.rpartition(".")
     role = model.role(module) or model.role(name) if model is not None else None
     if role is None:

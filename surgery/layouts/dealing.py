@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from surgery.errors import CannotApply
-from surgery.layouts.rules import Model, Role
+from surgery.layouts.rules import NUMBER, Model, Role
 from surgery.layouts.splits import Split, scaled, whole
 from surgery.packed_weights import COMPANIONS, unpacked
 from surgery.safetensors_file import StoredTensor
@@ -54,6 +54,7 @@ class Dealer:
         self._model = model
         self._config = config
         self._block = _block_size(config)
+        self._known: dict[tuple[str, Shape, Shape | None], Split] = {}
 
     def place(self, name: str) -> Place:
         """Raises `CannotApply` for a name that no rule means."""
@@ -66,6 +67,13 @@ class Dealer:
 
     def split(self, name: str, content: Content, logical: Shape | None) -> Split:
         """How a whole tensor is dealt; `logical` is the shape [out, in] of its module's weight."""
+        key = (NUMBER.sub("0", name), content.shape, logical)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._split(name, content, logical)
+        return found
+
+    def _split(self, name: str, content: Content, logical: Shape | None) -> Split:
         place = self.place(name)
         role = place.role
         ranks = self._model.ranks

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 from surgery.errors import CannotApply
@@ -85,6 +86,8 @@ Table = tuple[tuple[str, Role], ...]
 _ENDS: Table = (
     (r"(?:embed_tokens|lm_head)", VOCABULARY),
     (r"(?:\w*norm\w*|rotary_emb\.inv_freq)", WHOLE),
+    (r"(?:eh_proj|mtp\.fc)", WHOLE),
+    (r"shared_head\.head", VOCABULARY),
 )
 _ATTENTION: Table = (
     (r"self_attn\.q_proj", QUERIES),
@@ -229,6 +232,14 @@ _COUNTS: dict[str, tuple[str, ...]] = {
 }
 
 
+NUMBER = re.compile(r"[0-9]+")
+
+
+@lru_cache(maxsize=1 << 14)
+def _role(table: Table, name: str) -> Role | None:
+    return next((role for pattern, role in table if re.search(rf"(?:^|\.){pattern}$", name)), None)
+
+
 @dataclass(frozen=True)
 class Model:
     """The numbers that rules need, from the text decoder's config; `uneven`: what becomes of odd sizes."""
@@ -284,11 +295,9 @@ class Model:
         return value
 
     def role(self, name: str) -> Role | None:
-        """The row that speaks of a module or parameter; None where none does."""
-        for pattern, role in self.table:
-            if re.search(rf"(?:^|\.){pattern}$", name):
-                return role
-        return None
+        """The row that speaks of a module or parameter; None where none does. Names that differ in numbers alone mean
+        the same."""
+        return _role(self.table, NUMBER.sub("0", name))
 
     def split(self, deal: Deal, axis: int, size: int, what: str) -> Split:
         """How an axis of `size` is dealt."""

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 
 from surgery.config_reading import config_dtype, tied_embeddings
 from surgery.errors import CannotApply
+from surgery.families.mtp_names import is_mtp_name
 from surgery.families.records import find_family, model_type
 from surgery.layouts import hf_rank
 from surgery.layouts.dealing import Shape, logical_shapes
@@ -28,6 +29,7 @@ VOCABULARY_QUANTUM = 64
 """vLLM pads the vocabulary to a multiple of this at any number of ranks (VocabParallelEmbedding)."""
 
 PART_NBYTES = 5 * 1024**3
+MTP_GONE = "reshard: the state of vLLM's model has no MTP head"
 OWN = "reshard: a number of the engine's own, no part of the model"
 _EXPERT = re.compile(
     r"^(?P<module>.*\.experts)\.(?P<id>[0-9]+)\.(?P<part>gate_proj|w1|up_proj|w3|down_proj|w2)\.(?P<leaf>\w+)$"
@@ -50,9 +52,14 @@ def deal(tensors: dict[str, Content], job: Job) -> Dealt:
     """The ranks' state under vLLM's names."""
     names = names_of(kind_of(job), job.profile)
     kept, gone = _without_twins(tensors, job, names)
+    stages = _stages(kept, job)
+    kept = {name: content for name, content in kept.items() if name not in stages}
     _refuse_act_order(kept, job)
     dealt = hf_rank.deal(kept, job, VOCABULARY_QUANTUM)
-    dealt.dropped |= gone
+    dealt.dropped |= gone | stages
+    if stages:
+        dealt.notes.append(f"{len(stages)} tensors of the MTP head are left out: vLLM loads it as a model of its own")
+        dealt.inverse.append("the MTP head")
     for name in [name for name in kept if name.endswith(("g_idx", "rotary_emb.inv_freq"))]:
         dealt.dropped[name] = "reshard: vLLM holds none"
     dealt.ranks = [dict(sorted(_state(rank, number, job, names).items())) for number, rank in enumerate(dealt.ranks)]
@@ -75,6 +82,13 @@ def vectors(tensors: Mapping[str, Content]) -> Iterator[str]:
     for name, content in tensors.items():
         if name.rpartition(".")[2] in INTO_EVERY_SLOT and content.shape == (1,):
             yield name
+
+
+def _stages(tensors: Mapping[str, Content], job: Job) -> dict[str, str]:
+    """Tensors of MTP stages, which are no part of the model whose state this is."""
+    family = find_family(job.config)
+    depth = family.depth(job.config) if family is not None else None
+    return {name: MTP_GONE for name in tensors if is_mtp_name(name, family, depth)}
 
 
 def _without_twins(tensors: dict[str, Content], job: Job, names: Names) -> tuple[dict[str, Content], dict[str, str]]:

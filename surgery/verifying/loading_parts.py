@@ -15,11 +15,11 @@ from surgery.config_reading import Config, setting, text_section
 from surgery.errors import SourceError
 from surgery.families.config_fields import read
 from surgery.families.expert_names import COUNTS, EXPERT, EXTRA_ROWS, FUSED, MTP_COUNT
+from surgery.families.mtp_names import LAYER_NAME, MTP_NAME, is_mtp_name
 from surgery.families.schema import Family
 from surgery.layer_ranges import compact_ranges
 from surgery.safetensors_file import StoredTensor
 from surgery.storage import read_bytes
-from surgery.verifying.mtp_names import LAYER_NAME, MTP_NAME, is_mtp_name
 from surgery.verifying.rehash import Reader
 from surgery.verifying.verdicts import Findings
 
