@@ -232,7 +232,8 @@ _COUNTS: dict[str, tuple[str, ...]] = {
 }
 
 
-NUMBER = re.compile(r"[0-9]+")
+NUMBER = re.compile(r"(?<=\.)[0-9]+(?=\.|$)")
+"""A part of a name that is a number: `layers.3`, not `w1`."""
 
 
 @lru_cache(maxsize=1 << 14)
