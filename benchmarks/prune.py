@@ -111,7 +111,7 @@ def main() -> None:
         common.print_machine(described)
         contest = Contest(scratch, nbytes, 100_000_000 if options.quick else 1_000_000_000, options.python)
         say(f"keeping {contest.experts} experts a layer: {contest.retained_bytes:,} bytes")
-        results = common.interleave(contest.methods(), 1 if options.quick else options.rounds, "cp")
+        results = common.interleave(1 if options.quick else options.rounds, contest.methods())
     table = summary(results)
     print_table("cold", table)
     common.print_result({"benchmark": "prune", "machine": described, "cold": table})

@@ -22,9 +22,11 @@ from surgery.families.records import find_family
 from surgery.legality import Legality, legality
 from surgery.manifest import MANIFEST_NAME
 from surgery.packed_weights import Unpacked, Weight, unpacked
+from surgery.quantization import QUANTIZATION_FILES
 from surgery.sizes import human_size
 from surgery.verifying.loading import check_loading
 from surgery.verifying.module_lists import check_module_lists
+from surgery.verifying.packing import check_packing, unread_packing
 from surgery.verifying.verdicts import Answer, Findings
 
 MAX_SHOWN = 20
@@ -124,8 +126,14 @@ class _Checking:
         for name, what in weights.odd:
             findings.fault("scale-shape", f"{name} {what}", name, "get the right tensor", name)
         known = check_module_lists(self._checkpoint.tensors, self._config, weights, self._depth(), findings)
+        beside = any(side.name in QUANTIZATION_FILES for side in self._checkpoint.side_files)
+        check_packing(self._checkpoint.tensors, self._config, weights, findings, described_beside=beside)
         packed = sum(weight.quantized for weight in weights.weights.values())
         told = f"{packed:,} quantised weights" if packed or known else "nothing is quantised"
+        unread = unread_packing(self._config)
+        if unread:
+            self._ask("quantisation", findings, told, f"how {unread} packs weights is not described here")
+            return
         untold = (
             f"{len(weights.untold)} packed tensors tell no shape, first {weights.untold[0]}" if weights.untold else ""
         )
@@ -138,6 +146,11 @@ class _Checking:
         """Names, shapes and dtypes, by the class's own load path on meta tensors."""
         from surgery.skeleton import NoSkeleton, build, load
 
+        unread = unread_packing(self._config)
+        if unread:
+            for question in ("names", "shapes", "dtypes"):
+                self.questions.append(Question(question, "unverified", f"the weights are packed as {unread}"))
+            return
         native = self._family.native if self._family is not None else ""
         stages = [name for name in weights.weights if self._is_stage(name)]
         given = {name: weight for name, weight in weights.weights.items() if name not in set(stages)}
@@ -158,6 +171,10 @@ class _Checking:
                     "missing-tensor", f"there is no {name}", "names of the tensors", "get the missing tensor", name
                 )
         for name in told.surplus:
+            if name.endswith(".bias") and f"{name.removesuffix('bias')}qweight" in self._checkpoint.tensors:
+                # AutoGPTQ wrote a bias of zeros for every layer; engines that have none skip it.
+                names.note("surplus-tensor", f"{name} belongs to no part of the class: a quantiser's zeros", name)
+                continue
             names.fault("surplus-tensor", f"{name} belongs to no part of the class", name, "correct the config", name)
         misbuilt = self._family.misbuilt if self._family is not None else ()
         for name, held, wanted in told.misshapen:

@@ -179,6 +179,7 @@ def draft_of(checkpoint: Checkpoint) -> Draft:
         absent=tuple(f.tensor for f in checkpoint.findings if f.kind == "ghost-index-entry" and f.tensor),
         decisions=(
             *(_decision(finding) for finding in checkpoint.findings),
+            *(Decision("left behind", f"{stray.name}: {stray.why}") for stray in checkpoint.strays),
             *(
                 Decision("side file", f"{side.name} is left behind: its name cannot be one of an output")
                 for side in checkpoint.side_files

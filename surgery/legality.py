@@ -47,6 +47,8 @@ def legality(
     """Judge a config for so many ranks. `expert_parallel` 1: experts are cut like any matrix."""
     found = Legality(tensor_parallel, expert_parallel, [], [], 0)
     _judge_heads(config, tensor_parallel, found)
+    _judge_linear_heads(config, tensor_parallel, found)
+    _judge_groups(config, tensor_parallel, found)
     _judge_widths(config, tensor_parallel, expert_parallel, found)
     _judge_experts(config, tensor_parallel, expert_parallel, found)
     _judge_vocabulary(config, tensor_parallel, found)
@@ -73,6 +75,67 @@ def _judge_heads(config: Mapping[str, Any], ranks: int, found: Legality) -> None
         found.reasons.append(f"{shared.field} is {shared.value}: {ranks} ranks cannot repeat them evenly")
     elif shared.value < ranks:
         found.notes.append(f"each key and value head is held by {ranks // shared.value} ranks")
+
+
+_LINEAR_HEADS = ("linear_num_key_heads", "linear_num_value_heads")
+
+
+def _judge_linear_heads(config: Mapping[str, Any], ranks: int, found: Legality) -> None:
+    """Heads of linear attention are dealt whole (vLLM's gated delta net), groups of a mixer too, or one for all."""
+    for field in _LINEAR_HEADS:
+        heads = count_of(config, field)
+        if heads is not None and heads.value and heads.value % ranks:
+            found.reasons.append(
+                f"{field} is {heads.value}, not divisible by {ranks}; {_works(heads.value, 16)} would do"
+            )
+    groups = count_of(config, "mamba_n_groups", "n_groups")
+    mamba = count_of(config, "mamba_n_heads", "mamba_num_heads")
+    if mamba is not None and groups is not None and groups.value > 1 and groups.value % ranks:
+        found.reasons.append(f"{groups.field} is {groups.value}: neither 1 nor divisible by {ranks}")
+
+
+def _judge_groups(config: Mapping[str, Any], ranks: int, found: Legality) -> None:
+    """Rows of a quantised matrix are cut at group borders: what goes into an output projection, or comes back down."""
+    group, method = _group(config)
+    if not group or ranks == 1:
+        return
+    heads, width = count_of(config, "num_attention_heads", "n_head"), count_of(config, "head_dim")
+    hidden = count_of(config, "hidden_size")
+    sizes = {
+        field: value.value
+        for field in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+        if (value := count_of(config, field)) is not None and value.value
+    }
+    if heads is not None and heads.value and (width is not None or hidden is not None):
+        of_heads = heads.value * width.value if width is not None and width.value else hidden.value if hidden else 0
+        if setting(config, "kv_lora_rank") is None:
+            sizes["num_attention_heads x head_dim"] = of_heads
+    for field, size in sizes.items():
+        if size % ranks == 0 and (size // ranks) % group:
+            told = f"{field} is {size}: {size // ranks} a rank (of {ranks}) is no whole number of groups of {group}"
+            # vLLM pads the last block of MXFP4 experts.
+            (found.notes if method == "mxfp4" else found.reasons).append(told)
+
+
+def _group(config: Mapping[str, Any]) -> tuple[int, str]:
+    """Inputs that share a scale, and the method; 0 where none do."""
+    for key in ("quantization_config", "compression_config"):
+        section = setting(config, key)
+        given = section[1] if section is not None and isinstance(section[1], dict) else None
+        if given is None:
+            continue
+        method = str(given.get("quant_method", "")).lower()
+        if method == "mxfp4":
+            return 32, method
+        groups = given.get("config_groups")
+        first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
+        weights = first.get("weights") if isinstance(first, dict) else None
+        size = weights.get("group_size") if isinstance(weights, dict) else given.get("group_size")
+        if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+            return size, method
+        if "FP4" in str(given.get("quant_algo", "")).upper():
+            return 16, method
+    return 0, ""
 
 
 def _judge_widths(config: Mapping[str, Any], ranks: int, experts: int, found: Legality) -> None:

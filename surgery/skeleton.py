@@ -85,12 +85,13 @@ class LayerPrint:
 
     parts: Mapping[str, tuple[Any, ...]]
     holds_weights: bool
+    run_length: int = 0
 
     def without(self, suffixes: Sequence[str]) -> LayerPrint:
         """The print but for the modules that hold tensors of these names."""
         paths = tuple(suffix.rpartition(".")[0] for suffix in suffixes)
         kept = {path: part for path, part in self.parts.items() if not (paths and path.endswith(paths))}
-        return LayerPrint(kept, self.holds_weights)
+        return LayerPrint(kept, self.holds_weights, self.run_length)
 
     def difference(self, other: LayerPrint) -> str:
         """The first thing that differs, in words; empty where nothing does."""
@@ -100,11 +101,16 @@ class LayerPrint:
                 continue
             if mine is None or theirs is None:
                 return f"{path or 'the layer'} is only in one of them"
-            for one, two in zip(mine, theirs, strict=False):
-                if one != two:
-                    return f"{path or 'the layer'}: {one} there, {two} here"
-            return f"{path or 'the layer'} holds other parts"
+            here, there = dict(_named(mine)), dict(_named(theirs))
+            for name in dict.fromkeys((*here, *there)):
+                one, two = here.get(name, "nothing"), there.get(name, "nothing")
+                if one != two and not (self.is_each(one) and other.is_each(two)):
+                    return f"{path or 'the layer'}: {name} {one} there, {two} here"
         return ""
+
+    def is_each(self, value: Any) -> bool:
+        """Whether a value has an entry for each layer of the run: it is the whole stack's, and changes with it."""
+        return isinstance(value, tuple) and len(value) == self.run_length
 
 
 @contextmanager
@@ -320,11 +326,15 @@ def _print_of(layer: nn.Module, run_length: int) -> LayerPrint:
             (name, _plain(value))
             for name, value in sorted(vars(module).items())
             if name not in _INDEX_ATTRIBUTES and not name.startswith("_") and _is_plain(value)
-            # A list with an entry a layer is the whole stack's.
-            if not (isinstance(value, (list, tuple)) and len(value) == run_length)
         ]
         parts[path] = (("class", type(module).__name__), *held, *simple)
-    return LayerPrint(parts, next(layer.parameters(), None) is not None)
+    return LayerPrint(parts, next(layer.parameters(), None) is not None, run_length)
+
+
+def _named(part: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
+    """Name and what is held under it: a class, an attribute, a tensor's shape and dtype."""
+    for entry in part:
+        yield entry[0], entry[1] if len(entry) == 2 else f"{entry[2]} {list(entry[1])}"
 
 
 def _is_plain(value: Any) -> bool:

@@ -207,6 +207,7 @@ NEEDS: dict[str, dict[str, Any]] = {
         },
         "decoder": _PART,
     },
+    "mllama_text_model": {"cross_attention_layers": [3]},
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,

@@ -100,12 +100,25 @@ def test_a_stale_per_layer_list_is_a_fault(tiny_model, tmp_path):
     assert "layer_types has 7 entries for 6 layers" in faults(check(directory))["per-layer-list"]
 
 
+def with_stage(tensors):
+    """A stage behind six layers, made as the last of them."""
+    layer = {
+        name.replace("layers.5.", "layers.6."): tensor.clone()
+        for name, tensor in tensors.items()
+        if ".layers.5." in name
+    }
+    hidden = tensors["model.norm.weight"].shape[0]
+    joins = {"eh_proj": (hidden, 2 * hidden), "enorm": (hidden,), "hnorm": (hidden,), "shared_head.norm": (hidden,)}
+    own = {f"model.layers.6.{name}.weight": torch.zeros(shape) for name, shape in joins.items()}
+    return {**tensors, **layer, **own}
+
+
 def test_mtp_declared_without_tensors_and_the_reverse_are_faults(tiny_model, tmp_path):
     directory = copied(tiny_model("deepseek_v3"), tmp_path / "declared")
     edit_config(directory, num_nextn_predict_layers=1)
     assert "missing-mtp" in faults(check(directory))
     directory = copied(tiny_model("deepseek_v3"), tmp_path / "there")
-    edit_tensors(directory, lambda tensors: {**tensors, "model.layers.6.eh_proj.weight": torch.zeros(4, 8)})
+    edit_tensors(directory, with_stage)
     found = faults(check(directory))
     assert "num_nextn_predict_layers is 0" in found["uncounted-mtp"]
     edit_config(directory, num_nextn_predict_layers=1)

@@ -42,6 +42,8 @@ def make_plan_of(source: str, operations: Sequence[Operation], **source_options:
     rest = len(checkpoint.findings) - MAX_LISTED_PROBLEMS
     if rest > 0:
         message(f"and {rest} more findings: `surgery inspect {source}` lists them")
+    for stray in checkpoint.strays[:MAX_LISTED_PROBLEMS]:
+        message(f"note: left behind: {stray.name} ({stray.why})")
     return make_plan(run_recipe(draft, operations))
 
 

@@ -13,7 +13,7 @@ from surgery.families.rules import Always, Every, PerLayer, Rule
 from surgery.families.schema import Family, Stack, fact
 from surgery.families.special_rules import SparseShare
 
-_BIAS = ("SelfAttention.relative_attention_bias.weight",)
+_BIAS = ("SelfAttention.relative_attention_bias.weight", "EncDecAttention.relative_attention_bias.weight")
 """T5 holds the relative bias in the first block of a stack, for all of them: it moves to the new first block."""
 
 
@@ -71,7 +71,10 @@ ENCODER_DECODER = (
         "transformers models/switch_transformers: sparse blocks are spread over the depth",
         _T5_DECODER,
         _T5_ENCODER,
-        (SparseShare("num_sparse_decoder_layers"), SparseShare("num_sparse_encoder_layers")),
+        (
+            SparseShare("num_sparse_decoder_layers", "decoder_sparse_step"),
+            SparseShare("num_sparse_encoder_layers", "encoder_sparse_step"),
+        ),
         first_only=_BIAS,
     ),
     *(

@@ -30,9 +30,10 @@ PREFIXES = (
 
 PER_LAYER_NAME = re.compile(r"layer|_types|pattern|freq|ratios|block|indexer")
 _DRIVING_NAME = re.compile(
-    r"pattern|interval|_freq|period|every_n|sparse_step|first_k|dense_layers|shared_layers"
-    r"|start_index|end_index|_offset$|skip_|window|chunk"
+    r"pattern|interval|freq|period|every|_step|first_|dense_layers|shared_layers|share|group_size|alternat|stride"
+    r"|start_index|end_index|_offset$|skip_|window|chunk|local|global|ratio|nope_layer|no_rope|use_nope|hybrid|prefix|suffix|inverse_layer|_map"
 )
+"""Also of flags: an inverse layer index, rope on every other layer."""
 _IDS_NAME = re.compile(r"layer|idx|indices|_ids$")
 _HARMLESS = frozenset(("layer_norm_eps", "layer_norm_epsilon", "layerdrop", "initializer_range", "eos_token_id"))
 
@@ -95,16 +96,30 @@ def what_drives(config: Config) -> list[str]:
     """Fields of the text section that may say what a layer is, in a way that only the architecture's code knows."""
     section = find_section(config, TEXT_SECTIONS)[1]
     depth = next((section[name] for name in DEPTH_SPELLINGS if isinstance(section.get(name), int)), 0)
-    return [name for name, value in section.items() if name not in _HARMLESS and _drives(name, value, depth)]
+    return [
+        name
+        for name, value in section.items()
+        if name not in _HARMLESS and "expert" not in name and _drives(name, value, depth)
+    ]
 
 
-def _drives(name: str, value: Any, depth: int) -> bool:
-    if isinstance(value, bool) or value in (None, 0, "", [], {}):
+def _drives(name: str, value: Any, depth: int, inside: bool = False) -> bool:
+    """Whether a field may say what single layers are. `inside` another field: what is said of layers there is nobody's
+    to carry, a list with an entry for each of them too."""
+    if value in (None, False, 0, "", [], {}):
         return False
     if isinstance(value, list):
-        return bool(PER_LAYER_NAME.search(name) or (_IDS_NAME.search(name) and is_ids(value, depth)))
+        each = len(value) == depth and depth > 1
+        return bool(each or PER_LAYER_NAME.search(name) or (_IDS_NAME.search(name) and is_ids(value, depth)))
     if isinstance(value, Mapping):
-        return bool(value) and all(str(key).isdecimal() for key in value) and "label" not in name
+        if name.endswith("quantization_config") or name == "compression_config" or "label" in name or "rope" in name:
+            return False
+        if all(str(key).isdecimal() for key in value):
+            return True
+        return any(_drives(str(key), inner, depth, inside=True) for key, inner in value.items())
     if isinstance(value, str):
+        named = bool(_DRIVING_NAME.search(name))
+        return named or (len(value) == depth > 1 and bool(re.fullmatch(r"[A-Z*|-]+", value)))
+    if isinstance(value, bool):
         return bool(_DRIVING_NAME.search(name))
     return isinstance(value, int) and bool(_DRIVING_NAME.search(name))

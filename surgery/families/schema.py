@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any, Literal
 
-from surgery.families.rules import Always, PerLayer, Rule
+from surgery.families.rules import Always, Listed, PerLayer, Rule
 
 Config = Mapping[str, Any]
 Facts = dict[str, Any]
@@ -218,6 +218,19 @@ class Family:
             rule = pending.pop()
             if isinstance(rule, PerLayer):
                 found[rule.field] = rule.tail
+            pending += [value for value in vars(rule).values() if is_dataclass(value)]
+        return found
+
+    def id_fields(self) -> dict[str, int]:
+        """The fields that list layers of the stack by number, and what the first layer is called."""
+        found: dict[str, int] = {}
+        pending: list[Any] = [rule for one in self.fact_list for rule in one.rules.values()]
+        while pending:
+            rule = pending.pop()
+            if isinstance(rule, Listed):
+                found[rule.field] = rule.base
+            elif isinstance(dense := getattr(rule, "dense", None), str):
+                found[dense] = 0  # Qwen's list of dense layers.
             pending += [value for value in vars(rule).values() if is_dataclass(value)]
         return found
 

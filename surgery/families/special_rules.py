@@ -271,22 +271,28 @@ class PrefixPattern:
 
 @dataclass(frozen=True)
 class SparseShare:
-    """Switch's rule: `count` sparse layers spread over the depth, one in each `depth // count`, from layer 1 on."""
+    """Switch's rule: a sparse layer in each `step`, from layer 1 on.
+
+    The config class makes the step of the depth and the `count` of sparse layers, or takes the one that is given.
+    """
 
     count: str
+    step: str
     default: int = 3
     hit: Any = "sparse"
     miss: Any = "dense"
 
     def value(self, config: Config, layer: int, depth: int) -> Any:
         count = number(config, self.count, self.default)
-        step = depth // count if count > 0 else depth
+        step = number(config, self.step, depth // count if count > 0 else depth)
         return self.hit if step == 1 or (step > 0 and layer % step == 1) else self.miss
 
     def express(self, carry: Carry) -> Fields | None:
-        old = number(carry.new, self.count, self.default)
-        for count in sorted(range(len(carry.wanted) + 1), key=lambda count: (abs(count - old), count)):
-            fields = {self.count: count}
+        given = self.step in carry.new
+        old = number(carry.new, self.step if given else self.count, self.default)
+        sparse = sum(value == self.hit for value in carry.wanted)
+        for value in sorted(range(len(carry.wanted) + 1), key=lambda value: (abs(value - old), value)):
+            fields = {self.step: value, self.count: sparse} if given else {self.count: value}
             if carry.says(self, fields):
                 return carry.changes(fields)
         return None

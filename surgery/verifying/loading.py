@@ -11,7 +11,9 @@ from surgery.families.records import find_family, model_type
 from surgery.families.schema import Family
 from surgery.layer_ranges import compact_ranges
 from surgery.safetensors_file import StoredTensor
-from surgery.verifying.loading_parts import check_code, check_embeddings, check_experts, check_mtp, check_ties
+from surgery.verifying.expert_checks import check_experts, check_routing
+from surgery.verifying.loading_parts import check_code, check_embeddings, check_mtp, check_ties
+from surgery.verifying.mtp_stages import check_stages
 from surgery.verifying.verdicts import MAX_KEPT_FINDINGS, Findings, Verdict
 
 _MASK = (1 << 64) - 1
@@ -32,7 +34,9 @@ def check_loading(checkpoint: Checkpoint, findings: Findings, *, mtp_both_ways: 
     family = find_family(config)
     not_looked_at = check_ties(checkpoint, config, findings)
     check_mtp(checkpoint, config, family, findings, both_ways=mtp_both_ways)
+    check_stages(checkpoint.tensors, config, family, findings, strict=mtp_both_ways)
     check_experts(checkpoint, config, findings)
+    check_routing(config, findings)
     check_embeddings(checkpoint, config, findings, known_family=family is not None)
     check_code(checkpoint, config, findings, known_family=family is not None)
     if family is None:
@@ -70,6 +74,7 @@ class _Layers:
             self._findings.fault("depth", what, "config.json", "correct the config")
             return f"layers: the config has no usable {field}"
         self._check_spellings(depth)
+        self._check_layer_ids(depth)
         signatures = self._signatures()
         if not signatures:
             return f"layers: no tensor is named {self._prefix}N.*"
@@ -100,6 +105,23 @@ class _Layers:
                     f"{field} has {len(value)} entries for {depth} layers",
                     "config.json",
                     "one entry a layer: engines refuse any other length",
+                )
+
+    def _check_layer_ids(self, depth: int) -> None:
+        """Lists of layers by number name layers that are there."""
+        for field, base in self._family.id_fields().items():
+            value = read(self._section, field)
+            outside = [
+                each
+                for each in (value if isinstance(value, list) else ())
+                if isinstance(each, int) and not isinstance(each, bool) and each - base >= depth
+            ]
+            if outside:
+                self._findings.fault(
+                    "stale-list",
+                    f"{field} names layer {outside[0]}; the config counts {depth} layers",
+                    "config.json",
+                    "take out the entries of layers that are not there",
                 )
 
     def _split(self, name: str) -> tuple[int, str] | None:

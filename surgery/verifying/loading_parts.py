@@ -7,35 +7,32 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from surgery.checkpoint import Checkpoint
 from surgery.config_reading import Config, setting, text_section
 from surgery.errors import SourceError
 from surgery.families.config_fields import read
-from surgery.families.expert_names import COUNTS, EXPERT, EXTRA_ROWS, FUSED, MTP_COUNT
 from surgery.families.mtp_names import LAYER_NAME, MTP_NAME, is_mtp_name
 from surgery.families.schema import Family
-from surgery.layer_ranges import compact_ranges
 from surgery.safetensors_file import StoredTensor
 from surgery.storage import read_bytes
 from surgery.verifying.rehash import Reader
 from surgery.verifying.verdicts import Findings
 
 _MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-_ROUTERS = (
-    "gate.weight",
-    "gate.bias",
-    "gate.e_score_correction_bias",
-    "router.weight",
-    "router.bias",
-    "router.layer.weight",
-    "gate.wg.weight",
-)
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 _HEAD_NAME = re.compile(r"(?:^|\.)(?:lm_head|embed_out|proj_out|output_projection)\.|^head\.")
 _RELATIVE_IMPORT = re.compile(r"^\s*from\s+\.(\w+)\s+import\b", re.MULTILINE)
+_EMBEDDINGS = (
+    "embed_tokens.weight",
+    "wte.weight",
+    "word_embeddings.weight",
+    "embed_in.weight",
+    "backbone.embeddings.weight",
+    "backbone.embedding.weight",
+)
 _MAX_SPARE_ROWS = 256
 _MAX_SMALL_NBYTES = 16 << 20
 
@@ -56,7 +53,7 @@ def _embedding(checkpoint: Checkpoint) -> StoredTensor | None:
         (
             tensor
             for name, tensor in checkpoint.tensors.items()
-            if name.endswith("embed_tokens.weight") and not LAYER_NAME.search(name) and not MTP_NAME.search(name)
+            if name.endswith(_EMBEDDINGS) and not LAYER_NAME.search(name) and not MTP_NAME.search(name)
         ),
         None,
     )
@@ -86,7 +83,7 @@ def check_ties(checkpoint: Checkpoint, config: Config, findings: Findings) -> li
             "get the missing lm_head.weight, or correct the flag",
             "lm_head.weight",
         )
-    head = next((tensor for tensor in heads if tensor.name.endswith("head.weight")), None)
+    head = next((tensor for tensor in heads if tensor.name.endswith(".weight") or tensor.name == "head"), None)
     if tied and head is not None:
         try:
             equal = _same(checkpoint, embedding, head)
@@ -172,90 +169,6 @@ def check_embeddings(checkpoint: Checkpoint, config: Config, findings: Findings,
                     f"correct {field}, or get the right tensor",
                     tensor.name,
                 )
-
-
-def check_experts(checkpoint: Checkpoint, config: Config, findings: Findings) -> None:
-    """Expert ids without gaps, as many as the config counts; fused experts and routers have that axis too (E01)."""
-    field, layers_count = _experts_counted(config, COUNTS)
-    _, head_count = _experts_counted(config, (MTP_COUNT,))
-    ids: dict[str, dict[int, int]] = {}
-    fused: list[tuple[str, StoredTensor]] = []
-    for name, tensor in checkpoint.tensors.items():
-        match = EXPERT.match(name) or FUSED.match(name)
-        if match is None:
-            continue
-        prefix = f"{match['layer']}.{match['module']}".rstrip(".")
-        held = ids.setdefault(prefix, {})
-        number = match.groupdict().get("id")
-        if number is not None and len(number) < 10:
-            held[int(number)] = held.get(int(number), 0) + hash((match["part"], tensor.shape))
-        elif len(tensor.shape) >= 3:
-            fused.append((prefix, tensor))
-
-    def expected(prefix: str) -> int | None:
-        return head_count if head_count is not None and MTP_NAME.search(f"{prefix}.") else layers_count
-
-    for prefix, held in ids.items():
-        if held:
-            _check_ids(prefix, held, expected(prefix), field, config, findings)
-    spare = _count(config, *EXTRA_ROWS) or 0
-    routers = [
-        (prefix, router)
-        for prefix in ids
-        for rest in _ROUTERS
-        if (router := checkpoint.tensors.get(f"{prefix}.{rest}")) is not None and router.dtype in _FLOATS
-    ]
-    for extra, (prefix, tensor) in [*((0, each) for each in fused), *((spare, each) for each in routers)]:
-        count = expected(prefix)
-        if count is not None and tensor.shape and tensor.shape[0] != count + extra:
-            findings.fault(
-                "expert-axis",
-                f"{tensor.name} has shape {list(tensor.shape)}; {field} is {count}",
-                checkpoint.files[tensor.file].name,
-                f"every tensor with an expert axis must have {count + extra} along it",
-                tensor.name,
-            )
-
-
-def _experts_counted(config: Config, names: Sequence[str]) -> tuple[str, int | None]:
-    """The field that counts experts, and the count: one number, or a list of one number again and again."""
-    for section in (text_section(config), config):
-        for name in names:
-            value = read(section, name)
-            if isinstance(value, list) and value and all(each == value[0] for each in value):
-                value = value[0]
-            if isinstance(value, int) and not isinstance(value, bool):
-                return name, value
-    return "the config", None
-
-
-def _check_ids(
-    prefix: str, held: dict[int, int], expected: int | None, field: str, config: Config, findings: Findings
-) -> None:
-    wanted = expected if expected is not None else max(held) + 1
-    missing = [number for number in range(min(wanted, 1 << 16)) if number not in held]
-    surplus = sorted(number for number in held if number >= wanted)
-    for numbers, word in ((missing, "there is no tensor of"), (surplus, "there are tensors of")):
-        if numbers:
-            count = f"{field} is {expected}; " if expected is not None else ""
-            findings.fault(
-                "expert-ids",
-                f"{prefix}.experts: {count}{word} expert {compact_ranges(numbers)}",
-                f"{prefix}.experts.{numbers[0]}",
-                f"get the missing tensors, or correct {field}",
-            )
-    quantized = config.get("quantization_config") is not None
-    signatures = list(held.values())
-    usual = max(set(signatures), key=lambda signature: (signatures.count(signature), -signatures.index(signature)))
-    odd = sorted(number for number, signature in held.items() if signature != usual)
-    if odd:
-        tell = findings.note if quantized else findings.fault
-        tell(
-            "odd-expert",
-            f"{prefix}.experts: expert {compact_ranges(odd)} holds other tensors than the others",
-            f"{prefix}.experts.{odd[0]}",
-            "get the missing tensors",
-        )
 
 
 def check_code(checkpoint: Checkpoint, config: Config, findings: Findings, *, known_family: bool) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from surgery.packed_weights import Unpacked, quantized_modules
-from surgery.quantization import Named, is_numbered, named_in
+from surgery.quantization import Named, is_numbered, named_in, quantization_sections
 from surgery.quantization_schemes import Modules, modules_of
 from surgery.safetensors_file import StoredTensor
 from surgery.verifying.verdicts import Findings
@@ -15,6 +15,8 @@ from surgery.verifying.verdicts import Findings
 _EXCLUDES = frozenset(
     ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules", "exclude", "llm_int8_skip_modules")
 )
+_LAYER = re.compile(r"(?:layers|h|blocks?)\.([0-9]{1,6})(?:\.|$)")
+_TOWER = re.compile(r"vis|audio|encoder|mtp|nextn|tower")
 _NUMBER = re.compile(r"(?<=\.)[0-9]+(?=\.|$)")
 
 
@@ -32,6 +34,8 @@ def check_module_lists(
     """
     places = list(named_in(config))
     if not places:
+        if next(iter(quantization_sections(config)), None) is not None:
+            _tell_lonely(weights, set(quantized_modules(weights)), set(), findings)
         return False
     modules = modules_of(tensors)
     quantized = set(quantized_modules(weights))
@@ -39,7 +43,7 @@ def check_module_lists(
     for named in places:
         field = str(named.path[-1])
         hit = _hits(named, modules)
-        _tell_dead(named, hit, findings)
+        _tell_dead(named, hit, depth, findings)
         if field in _EXCLUDES:
             excluded |= {path for paths in hit.values() for path in paths}
     wrong = sorted(quantized & excluded)
@@ -62,16 +66,30 @@ def _hits(named: Named, modules: Modules) -> dict[str, set[str]]:
     }
 
 
-def _tell_dead(named: Named, hit: Mapping[str, set[str]], findings: Findings) -> None:
+def _tell_dead(named: Named, hit: Mapping[str, set[str]], depth: int | None, findings: Findings) -> None:
+    """Entries of layers that are not there are a fault; entries that mean nothing in a layer that is are a note: lists
+    also name modules as other programs call them."""
     place = ".".join(map(str, named.path))
     dead = [entry for entry, paths in hit.items() if not paths and is_numbered(entry)]
-    if dead:
+    gone = [entry for entry in dead if _beyond(entry, depth)]
+    if gone:
         findings.fault(
             "dead-entry",
-            f"{place} names {len(dead)} modules of layers that are not there, first {dead[0]}",
+            f"{place} names {len(gone)} modules of layers that are not there, first {gone[0]}",
             f"config.json {place}",
             "take the entries out: they are another model's",
         )
+    if len(dead) > len(gone):
+        other = next(entry for entry in dead if not _beyond(entry, depth))
+        findings.note("dead-entry", f"{place}: {len(dead) - len(gone)} entries match no module, first {other}", place)
+
+
+def _beyond(entry: str, depth: int | None) -> bool:
+    """Whether an entry names a layer of the decoder behind the last; towers and heads have numbers of their own."""
+    if depth is None:
+        return True
+    match = _LAYER.search(entry.replace("\\", ""))
+    return match is not None and int(match[1]) >= depth and not _TOWER.search(entry)
 
 
 def _tell_lonely(weights: Unpacked, quantized: set[str], excluded: set[str], findings: Findings) -> None:
