@@ -85,14 +85,25 @@ def test_a_sound_quantised_checkpoint_is_no_fault(scheme, tiny_model, tmp_path):
     assert not faults(check(directory))
 
 
+COMPANIONS = {
+    "gptq": ("qzeros", "scales", "g_idx"),
+    "awq": ("qzeros", "scales"),
+    "fp8": ("weight_scale_inv",),
+    "compressed-tensors": ("weight_scale", "weight_shape"),
+}
+
+
 @pytest.mark.parametrize(
-    ("scheme", "leaf"),
-    [(scheme, leaf) for scheme in SCHEMES for leaf in SCHEMES[scheme][1](torch.ones(32, 32)) if leaf != "weight"],
+    ("scheme", "leaf", "every"),
+    [
+        (scheme, leaf, every)
+        for scheme, leaves in COMPANIONS.items()
+        for leaf in leaves
+        for every in (False, True)
+        if (leaf, every) != ("g_idx", True)  # An index that no layer has is as good as one in plain order.
+    ],
 )
-@pytest.mark.parametrize("every", [False, True])
 def test_a_missing_companion_is_a_fault_one_or_all(scheme, leaf, every, tiny_model, tmp_path):
-    if leaf in ("qweight", "weight_packed") or (leaf == "g_idx" and every):
-        pytest.skip("the weight itself; an index that no layer has is as good as one in plain order")
     directory = quantised(tiny_model, tmp_path / "m", *SCHEMES[scheme])
     first = f"model.layers.2.mlp.up_proj.{leaf}"
     edit_tensors(
