@@ -19,6 +19,7 @@ from surgery.errors import Finding, SourceError, printable
 from surgery.families.generic import generic_family
 from surgery.families.mtp_names import is_mtp_name
 from surgery.families.records import find_family
+from surgery.layouts.detection import with_ranks
 from surgery.legality import Legality, legality
 from surgery.manifest import MANIFEST_NAME
 from surgery.packed_weights import Unpacked, Weight, unpacked
@@ -67,11 +68,14 @@ def check(
     """
     if not directory.is_dir():
         raise SourceError("no such directory", str(directory), "name a checkpoint directory as DIR")
-    checkpoint = Checkpoint.survey(directory.resolve(), allow_outside_links=allow_outside_links)
+    checkpoint, ranks = with_ranks(Checkpoint.survey(directory.resolve(), allow_outside_links=allow_outside_links))
     if not checkpoint.files and checkpoint.config is None:
         raise SourceError("there is nothing to judge: no weights, no config", str(directory), "name a checkpoint")
     checking = _Checking(checkpoint)
     checking.run()
+    if ranks is not None:
+        told = f"{ranks.ranks} ranks of layout {ranks.layout} are an engine's own: merge them to have them judged"
+        checking.questions.append(Question("names and shapes of ranks", "unverified", told))
     if against is not None:
         checking.compare(against)
     judged = None

@@ -23,6 +23,7 @@ from surgery.families.records import find_family, model_type
 from surgery.families.schema import DEPTH_SPELLINGS, READERS, Family
 from surgery.layer_kinds import Experts, Kind, experts_of, kinds_of
 from surgery.layer_ranges import compact_ranges
+from surgery.layouts.detection import with_ranks
 from surgery.name_census import COMPONENTS, Entry, stack_prefixes, take_census
 from surgery.rank_layout import RankLayout, rank_layout
 from surgery.side_files import SideFile, Stray
@@ -111,6 +112,8 @@ class Inspection(msgspec.Struct):
 
 def inspect(checkpoint: Checkpoint) -> Inspection:
     """Everything that headers, names and config say about `checkpoint`, which may be a faulty one (`survey`)."""
+    ranks = rank_layout(checkpoint)
+    checkpoint, _ = with_ranks(checkpoint)
     config: Mapping[str, Any] = checkpoint.config or {}
     family = find_family(config)
     entries = take_census(checkpoint.tensors.values())
@@ -136,7 +139,7 @@ def inspect(checkpoint: Checkpoint) -> Inspection:
         tensors=sum(entry.cell.tensors for entry in entries),
         nbytes=sum(entry.cell.nbytes for entry in entries),
         files=_files(checkpoint),
-        rank_layout=rank_layout(checkpoint),
+        rank_layout=ranks,
         dtypes=_amounts(entries),
         config_dtype=config_dtype(config),
         quantization=quantization_of(config, entries),

@@ -120,7 +120,7 @@ def _unindexed(singles: list[str], entries: list[str], findings: list[Finding]) 
             "rank-partition",
             f"{len(ranks)} files are rank partitions of a tensor-parallel layout (first {ranks[0]}), "
             "not storage shards: each holds a part of every tensor",
-            "this version reads Hugging Face layouts only: take the checkpoint that they were made from",
+            "`surgery reshard DIR OUT --tp 1 --layout hf` merges them; trim, prune and reshard take them as they are",
             ranks[0],
         )
         return ModelFiles([])

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from surgery.errors import Problems, SourceError
+from surgery.checkpoint import Checkpoint
+from surgery.errors import Finding, Problems, SourceError
 from surgery.layouts.dcp_hf import SHARDING_INFO
 from surgery.layouts.vllm_names import EXPERTS, SCALES
 from surgery.model_files import read_json
@@ -167,3 +168,29 @@ def manifest_partition(root: Path) -> dict[str, object] | None:
     except (OSError, ValueError, AttributeError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def with_ranks(checkpoint: Checkpoint) -> tuple[Checkpoint, RankSet | None]:
+    """A survey in which rank files are what they are: a note where they are complete, and no strays; their own fault
+    where they are not."""
+    if checkpoint.files or not any(finding.kind == "rank-partition" for finding in checkpoint.findings):
+        return checkpoint, None
+    findings = [finding for finding in checkpoint.findings if finding.kind != "rank-partition"]
+    try:
+        found = detect(checkpoint.root)
+    except SourceError as error:
+        fault = Finding("rank-partition", "fault", error.what, error.where, error.mend)
+        return msgspec.structs.replace(checkpoint, findings=[*findings, fault]), None
+    if found is None:
+        return checkpoint, None
+    names = {file.name for file in found.files}
+    told = f"{found.ranks} ranks of layout {found.layout} ({found.evidence}), each with a part of every tensor"
+    mend = "`surgery reshard DIR OUT --tp 1 --layout hf` merges them"
+    return (
+        msgspec.structs.replace(
+            checkpoint,
+            findings=[*findings, Finding("rank-partition", "note", told, found.files[0].name, mend)],
+            strays=[stray for stray in checkpoint.strays if stray.name not in names],
+        ),
+        found,
+    )

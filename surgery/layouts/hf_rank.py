@@ -17,6 +17,8 @@ from surgery.layouts.rules import Model, table_of
 from surgery.layouts.splits import Split, joined, part, whole, zero_element
 from surgery.tiling import Content
 
+EXPERT = re.compile(r"\.experts\.([0-9]+)\.")
+
 
 def model_of(job: Job, **options: object) -> Model:
     """The rules of the config's text decoder."""
@@ -28,7 +30,7 @@ def model_of(job: Job, **options: object) -> Model:
 
 def expert_owner(name: str, count: int, ranks: int) -> int | None:
     """The rank that has an expert whole, by the number in its name; None for any other tensor."""
-    match = re.search(r"\.experts\.([0-9]+)\.", name)
+    match = EXPERT.search(name)
     if match is None:
         return None
     if count % ranks:
@@ -75,11 +77,14 @@ def merge(ranks: RankTensors, job: Job, vocabulary_quantum: int = 0) -> Merged:
     logical = [logical_shapes(rank, job.config) for rank in ranks]
     merged = Merged({})
     indices = [group_indices(rank, job.values) for rank in ranks]
-    for name in names_of(ranks):
+    names = names_of(ranks)
+    experts = [name for name in names if EXPERT.search(name)]
+    # Experts whole on ranks are each on one; where any is on several they are cut, and one that is missing is missed.
+    are_whole = job.ranks > 1 and all(sum(name in rank for rank in ranks) == 1 for name in experts)
+    for name in names:
         parts = [rank.get(name) for rank in ranks]
-        held = [each for each in parts if each is not None]
-        if ".experts." in name and len(held) == 1 and job.ranks > 1:
-            merged.tensors[name] = held[0]
+        if are_whole and EXPERT.search(name):
+            merged.tensors[name] = next(each for each in parts if each is not None)
             continue
         place = dealer.place(name)
         shapes = [each.get(place.module) for each in logical]
@@ -99,7 +104,7 @@ def merge(ranks: RankTensors, job: Job, vocabulary_quantum: int = 0) -> Merged:
 
 
 def _expert_count(tensors: dict[str, Content]) -> int:
-    ids = {int(match[1]) for name in tensors if (match := re.search(r"\.experts\.([0-9]+)\.", name))}
+    ids = {int(match[1]) for name in tensors if (match := EXPERT.search(name))}
     return max(ids) + 1 if ids else 0
 
 

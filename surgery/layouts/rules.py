@@ -275,12 +275,12 @@ class Model:
         if name in ("q", "kv"):
             return self.count("heads" if name == "q" else "kv_heads") * self._head_width(total)
         if name == "keys":
-            return self.count("key_heads") * self._number("linear_key_head_dim")
+            return self.count("key_heads") * self.number("linear_key_head_dim")
         if name == "values":
-            return self.count("value_heads") * self._number("linear_value_head_dim")
+            return self.count("value_heads") * self.number("linear_value_head_dim")
         if name == "group_states":
-            return self.count("groups") * self._number("state_size", "mamba_d_state", "ssm_state_size")
-        return self.count("mamba_heads") * self._number("head_dim", "mamba_d_head", "mamba_head_dim")
+            return self.count("groups") * self.number("state_size", "mamba_d_state", "ssm_state_size")
+        return self.count("mamba_heads") * self.number("head_dim", "mamba_d_head", "mamba_head_dim")
 
     def _head_width(self, total: int) -> int:
         width = read(self.config, "head_dim")
@@ -289,7 +289,8 @@ class Model:
         hidden = read(self.config, "hidden_size")
         return hidden // self.count("heads") if isinstance(hidden, int) else total
 
-    def _number(self, *fields: str) -> int:
+    def number(self, *fields: str) -> int:
+        """The first of `fields` that the config has. Raises `CannotApply` where it has none."""
         value = next((value for field in fields if isinstance(value := read(self.config, field), int)), None)
         if value is None:
             raise CannotApply(f"the config has no {fields[0]}", "config.json", "put the model's own config there")
@@ -349,7 +350,7 @@ class Model:
         if isinstance(deal, Heads) and deal.copies and self.uneven != "chunk" and self.ranks > self.count(deal.count):
             return local[0] * self.count(deal.count)
         if isinstance(deal, Vocabulary) and self.vocabulary_quantum:
-            return self._number("vocab_size")
+            return self.number("vocab_size")
         return sum(local)
 
 

@@ -339,8 +339,8 @@ def _part_sizes(fused: str, total: int, model: Model, names: Names) -> list[int]
     if fused == "gate_up_proj":
         return [total // 2, total // 2]
     if fused == "fused_qkv_a_proj":
-        first = model._number("q_lora_rank")
-        second = model._number("kv_lora_rank") + model._number("qk_rope_head_dim")
+        first = model.number("q_lora_rank")
+        second = model.number("kv_lora_rank") + model.number("qk_rope_head_dim")
     else:
         heads, kv_heads = model.count("heads"), model.count("kv_heads")
         gated = names.gated and model.config.get("attn_output_gate") is not False
