@@ -31,6 +31,14 @@ ROUTER = re.compile(
 )
 """What a router's tensors begin with, behind the module."""
 
+OUTSIDE = re.compile(
+    r"(?:^|\.)(?:router|moe_statics)\.(?:weight|bias|expert_bias|e_score_correction_bias)$"
+    r"|(?:^|\.)(?:expert_bias|router_bias|e_score_correction_bias|balancing_biases)$"
+)
+"""Parts of a router that lie beside the module of its experts (Kolibri's `moe.router.expert_bias`)."""
+
+OF_MIXTURE = re.compile(r"(?:^|\.)(?:moe|router|experts?)\b|expert")
+
 DECIDES = re.compile(
     r"(?:gate|router|wg|classifier)\.(?:weight|bias|qweight|qzeros|scales|weight_packed|weight_scale|weight_scale_inv"
     r"|weight_zero_point)"

@@ -19,6 +19,8 @@ from surgery.families.expert_names import (
     FLATTENED,
     FUSED,
     ID_TABLES,
+    OF_MIXTURE,
+    OUTSIDE,
     ROUTER,
     SHARED,
 )
@@ -64,6 +66,10 @@ def expert_layers(draft: Draft, family: Family, depth: int) -> list[ExpertLayer]
     problems = Problems()
     layers = []
     for (key, module), parts in found.items():
+        if all(part.id < 0 and len(draft.tensors[part.name].shape) < 3 for part in parts) and FUSED.match(
+            parts[0].name
+        ):
+            continue  # A dense layer whose module is called as the mixture of others.
         layer = _layer(draft, family, depth, key, module, parts, problems)
         if layer is not None:
             layers.append(layer)
@@ -145,7 +151,9 @@ def _take_routers(draft: Draft, layers: list[ExpertLayer], problems: Problems) -
             continue
         for layer in by_key.get(_layer_key(name), ()):
             rest = name[len(layer.key) + 1 + len(layer.module) :]
-            if name.startswith(f"{layer.key}.{layer.module}") and not SHARED.match(rest):
+            if not name.startswith(f"{layer.key}.{layer.module}"):
+                layer.parts += _outside_part(name, content.shape, layer, problems)
+            elif not SHARED.match(rest):
                 layer.parts += _router_part(name, rest, content.shape, layer, problems)
 
 
@@ -155,6 +163,20 @@ _LAYER = re.compile(r"^.*?(?:^|\.)[0-9]+(?=\.)")
 def _layer_key(name: str) -> str:
     match = _LAYER.match(name)
     return match[0] if match is not None else ""
+
+
+def _outside_part(name: str, shape: tuple[int, ...], layer: ExpertLayer, problems: Problems) -> Iterator[Part]:
+    """Some architectures keep a part of the router beside the module that has the experts."""
+    rest = name[len(layer.key) + 1 :]
+    axis = next((axis for axis in (0, len(shape) - 1) if shape and shape[axis] == layer.experts), None)
+    if OUTSIDE.search(rest) and axis is not None:
+        yield Part(name, "router", rest, axis=axis)
+    elif axis is not None and OF_MIXTURE.search(rest) and not SHARED.search(rest):
+        problems.add(
+            f"{name} has shape {list(shape)}: an axis of {layer.experts} is perhaps one of experts, and nobody knows",
+            name,
+            "this architecture's router needs a rule",
+        )
 
 
 def _router_part(
