@@ -27,7 +27,8 @@ def model_card(
         "# Edited checkpoint",
         "",
         "Made from another checkpoint by [surgery](https://pypi.org/project/checkpoint-surgery/); "
-        "tensors are byte-identical copies. `surgery.json` records every tensor's checksum and source.",
+        "tensors are byte-identical copies, but for those that `surgery.json` records with a kernel (ids, wider floats). It "
+        "has every tensor's checksum and source.",
         "",
     ]
     dummy = any(step.get("operation") == "dummy" for step in recipe)

@@ -358,3 +358,80 @@ def test_a_router_that_nobody_understands_is_an_error_and_no_copy(extra, tmp_pat
     assert result.returncode == 2, result.stdout
     assert f"{LAYER}.mlp." in result.stderr
     assert not (tmp_path / "no").exists()
+
+
+def test_a_ranking_of_all_experts_is_cut_to_the_number_that_stays(tmp_path):
+    source = build("qwen3_moe", tmp_path / "source")
+    ranking = [6, 0, 2, 5, 1, 3, 4, 7]
+    lines = [json.dumps({key.rpartition(".")[2]: ranking}) for key in expert_layers(source)]
+    (tmp_path / "rank.jsonl").write_text("\n".join(lines))
+    arguments = ["prune", source, tmp_path / "out", "--keep", tmp_path / "rank.jsonl"]
+    refused = support.run_surgery(*arguments)
+    assert refused.returncode == 2
+    assert "ranks the experts" in refused.stderr
+    assert support.run_surgery(*arguments, "--experts", "4").returncode == 0
+    kept = json.loads((tmp_path / "out" / "surgery.json").read_text())["experts"]
+    assert set(map(tuple, kept.values())) == {(0, 2, 5, 6)}
+
+
+def test_a_protected_expert_that_a_list_drops_or_that_is_not_there_is_refused(tmp_path):
+    source = build("qwen3_moe", tmp_path / "source")
+    keep = {key: [0, 1, 2, 3] for key in expert_layers(source)}
+    first = expert_layers(source)[0]
+    told = prune(source, tmp_path / "no", keep, "--protect", f"{first}=7")
+    assert told.returncode == 2
+    assert "expert 7 is protected" in told.stderr
+    told = support.run_surgery(
+        "prune", source, tmp_path / "no", "--scores", "first", "--experts", "4", "--protect", f"{first}=99"
+    )
+    assert told.returncode == 2
+    assert "no expert 99" in told.stderr
+
+
+def test_experts_in_a_place_that_no_record_names_are_never_left_at_their_width(tmp_path):
+    source = build("qwen3_moe", tmp_path / "source")
+    more = {f"model.mtp.layers.0.mlp.experts.{each}.up_proj.weight": torch.rand(16, 32) for each in range(8)}
+    more["model.mtp.layers.0.mlp.gate.weight"] = torch.rand(8, 32)
+    save_file(more, source / "model-mtp.safetensors")
+    index = json.loads((source / "model.safetensors.index.json").read_text())
+    index["weight_map"] |= dict.fromkeys(more, "model-mtp.safetensors")
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    keep = {key: [0, 1, 2, 3] for key in expert_layers(source) if key.startswith("model.layers.")}
+    told = prune(source, tmp_path / "no", keep)
+    assert told.returncode == 2
+    assert "model.mtp.layers.0" in told.stderr
+
+
+def test_router_rows_that_are_no_numbers_choose_nothing(tmp_path):
+    source = build("qwen3_moe", tmp_path / "source")
+    name = "model.layers.1.mlp.gate.weight"
+    path = source / json.loads((source / "model.safetensors.index.json").read_text())["weight_map"][name]
+    held = load_file(path)
+    held[name][3, 0] = float("nan")
+    save_file(held, path, {"format": "pt"})
+    told = support.run_surgery("prune", source, tmp_path / "no", "--scores", "router-norm", "--experts", "4")
+    assert told.returncode == 2
+    assert "expert 3" in told.stderr
+
+
+def test_counts_that_no_rule_knows_and_groups_of_the_class_are_not_overlooked(tmp_path):
+    source = build("qwen3_moe", tmp_path / "source")
+    edit_config(source, n_routed_experts_per_layer=[8] * 6)
+    told = prune(source, tmp_path / "no", keep_lists(source))
+    assert told.returncode == 2
+    assert "n_routed_experts_per_layer" in told.stderr
+    grouped = model_zoo.build("deepseek_v3", tmp_path / "grouped", n_routed_experts=16, n_group=8, topk_group=4)
+    edit_config(grouped, n_group=None, topk_group=None)
+    told = support.run_surgery("prune", grouped, tmp_path / "no", "--scores", "first", "--experts", "12")
+    assert told.returncode == 2
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"layers": {"model.layers.1": {"count": [1e400]}}}', '{"a": 1, "a": 2}']
+)
+@pytest.mark.parametrize("option", ["--keep", "--scores"])
+def test_a_file_that_is_no_list_is_refused_and_no_fault_of_ours(text, option, tmp_path):
+    source = build("qwen3_moe", tmp_path / "source")
+    (tmp_path / "odd.json").write_text(text)
+    told = support.run_surgery("prune", source, tmp_path / "no", option, tmp_path / "odd.json", "--experts", "4")
+    assert told.returncode == 2, told.stderr[-300:]

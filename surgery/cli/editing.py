@@ -13,7 +13,7 @@ from surgery.errors import UsageError
 from surgery.layer_ranges import parse_ranges
 from surgery.operations.dummy import Dummy
 from surgery.operations.graft import Graft
-from surgery.operations.keep_lists import METRICS, read_keep, read_scores
+from surgery.operations.keep_lists import METRICS, is_ranking, read_keep, read_scores
 from surgery.operations.prune import Prune
 from surgery.operations.rename import Rename
 from surgery.operations.repack import Repack
@@ -107,6 +107,7 @@ def _build_prune(
         experts=experts or 0,
         ratio=ratio or 0.0,
         protect={layer: parse_ranges(ids) for layer, ids in pairs.items()},
+        ranking=keep is not None and is_ranking(keep),
         mtp_experts=mtp_experts or "",
         for_tp=for_tp or 0,
         for_ep=for_ep or 0,
@@ -229,6 +230,7 @@ prune_command = register(
       surgery prune SRC OUT --keep keep.json
       surgery prune SRC OUT --scores router-norm --ratio 0.5
 
+    With --keep, --experts or --ratio take so many of each list from its front, as of a ranking.
     A keep list is {"format": 1, "experts": {"model.layers.3": [0, 2, 5]}}: source layers, ids in their new order.
     """,
 )

@@ -36,7 +36,7 @@ def make_plan_of(source: str, operations: Sequence[Operation], **source_options:
     if checkpoint is None:
         assert draft.partition is not None
         message(f"note: {source} holds {draft.partition.ranks} ranks of layout {draft.partition.layout}")
-        return make_plan(run_recipe(draft, operations))
+        return told(make_plan(run_recipe(draft, operations)))
     for finding in checkpoint.findings[:MAX_LISTED_PROBLEMS]:
         message(f"{finding.severity}: {finding.what}" + (f" ({finding.where})" if finding.where else ""))
     rest = len(checkpoint.findings) - MAX_LISTED_PROBLEMS
@@ -44,7 +44,15 @@ def make_plan_of(source: str, operations: Sequence[Operation], **source_options:
         message(f"and {rest} more findings: `surgery inspect {source}` lists them")
     for stray in checkpoint.strays[:MAX_LISTED_PROBLEMS]:
         message(f"note: left behind: {stray.name} ({stray.why})")
-    return make_plan(run_recipe(draft, operations))
+    return told(make_plan(run_recipe(draft, operations)))
+
+
+def told(plan: Plan) -> Plan:
+    """Say what a person should know of a plan before it runs; the whole of it is in the plan's page."""
+    for decision in plan.decisions:
+        if decision.rule in ("prune", "graft", "reshard", "ranks"):
+            message(f"note: {decision.what}")
+    return plan
 
 
 def carry_out(plan: Plan, out: Path | None, options: dict[str, Any]) -> None:

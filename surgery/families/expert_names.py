@@ -37,7 +37,8 @@ OUTSIDE = re.compile(
 )
 """Parts of a router that lie beside the module of its experts (Kolibri's `moe.router.expert_bias`)."""
 
-OF_MIXTURE = re.compile(r"(?:^|\.)(?:moe|router|experts?)\b|expert")
+OF_MIXTURE = re.compile(r"(?:^|[._])(?:moe|router|expert)")
+PACKED = re.compile(r"\.(?:qweight|qzeros|weight_packed|weight_zero_point)$")
 
 DECIDES = re.compile(
     r"(?:gate|router|wg|classifier)\.(?:weight|bias|qweight|qzeros|scales|weight_packed|weight_scale|weight_scale_inv"
@@ -66,6 +67,9 @@ TOP_K = (
     "top_k_experts",
     "ffn_config.moe_top_k",
 )
+GROUP_DEFAULTS = {"deepseek_v3": (8, 4), "kimi_k2": (8, 4)}
+"""Routing groups, and those that are chosen, where the config says nothing: what the class has then."""
+
 GROUPS = ("n_group", "num_expert_group")
 TOP_GROUPS = ("topk_group",)
 EXTRA_ROWS = ("zero_expert_num",)

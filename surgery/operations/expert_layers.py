@@ -21,12 +21,15 @@ from surgery.families.expert_names import (
     ID_TABLES,
     OF_MIXTURE,
     OUTSIDE,
+    PACKED,
     ROUTER,
     SHARED,
 )
+from surgery.families.mtp_names import MTP_NAME
 from surgery.families.schema import Family
 from surgery.tiling import sources
 
+_TOWER = re.compile(r"(?:^|[._])(?:vision|visual|audio|image|encoder)")
 Role = Literal["expert", "fused", "flattened", "router", "ids", "whole"]
 
 
@@ -59,11 +62,23 @@ def expert_layers(draft: Draft, family: Family, depth: int) -> list[ExpertLayer]
     Raises `CannotApply` for ids with gaps, counts that disagree, or a tensor with an axis of experts that nobody knows.
     """
     found: dict[tuple[str, str], list[Part]] = {}
+    strange: dict[str, str] = {}
+    towers = tuple(prefix for stack in family.also for prefix in stack.stack.prefixes) or ("\0",)
     for name in draft.tensors:
         match = EXPERT.match(name) or FUSED.match(name)
-        if match is not None and _in_scope(match["layer"], family):
+        if match is None:
+            continue
+        if _in_scope(match["layer"], family):
             found.setdefault((match["layer"], match["module"]), []).append(_part(name, match))
+        elif not name.startswith(towers) and not _TOWER.search(name):
+            strange.setdefault(match["layer"], name)
     problems = Problems()
+    for layer_name, name in list(strange.items())[:3]:
+        problems.add(
+            f"{name}: experts outside every stack that the record of {family.name} names",
+            layer_name,
+            "this placement needs a rule: left alone, these experts would be as many as before",
+        )
     layers = []
     for (key, module), parts in found.items():
         if all(part.id < 0 and len(draft.tensors[part.name].shape) < 3 for part in parts) and FUSED.match(
@@ -80,7 +95,7 @@ def expert_layers(draft: Draft, family: Family, depth: int) -> list[ExpertLayer]
 
 def _in_scope(layer: str, family: Family) -> bool:
     prefixes = (*family.stack.prefixes, *(family.mtp.prefixes if family.mtp is not None else ()), "mtp.")
-    return f"{layer}.".startswith(prefixes)
+    return f"{layer}.".startswith(prefixes) or MTP_NAME.search(f"{layer}.") is not None
 
 
 def _part(name: str, match: re.Match[str]) -> Part:
@@ -185,6 +200,12 @@ def _router_part(
     rows = {layer.experts, layer.experts + layer.extra}
     if rest.rpartition(".")[2] in ID_TABLES:
         yield Part(name, "ids", rest)
+    elif ROUTER.match(rest) and PACKED.search(rest):
+        problems.add(
+            f"{name} is of a router that is packed: its rows cannot go singly",
+            name,
+            "get a checkpoint with plain routers",
+        )
     elif ROUTER.match(rest):
         axis = next((axis for axis in (0, len(shape) - 1) if shape and shape[axis] in (*rows, layer.experts + 1)), None)
         if axis is not None:
@@ -196,7 +217,7 @@ def _router_part(
                 name,
                 "rows that are packed or scaled in blocks cannot go singly; extra rows need a rule",
             )
-    elif layer.module and layer.experts in shape:
+    elif (layer.module or OF_MIXTURE.search(rest)) and layer.experts in shape:
         problems.add(
             f"{name} has shape {list(shape)}: an axis of {layer.experts} is perhaps one of experts, and nobody knows",
             name,

@@ -19,9 +19,16 @@ def router_norms(draft: Draft, layer: ExpertLayer) -> list[float]:
         raise CannotApply(f"{layer.source} has no router matrix", "--scores router-norm", "give a keep list")
     import numpy
 
-    rows = numpy.asarray(values(draft, draft.tensors[weight.name], weight.name), dtype="f8")
+    with numpy.errstate(invalid="ignore", over="ignore"):
+        rows = numpy.asarray(values(draft, draft.tensors[weight.name], weight.name), dtype="f8")
     rows = rows if weight.axis == 0 else rows.T
-    return [float(value) for value in numpy.linalg.norm(rows[: layer.experts], axis=1)]
+    norms = numpy.linalg.norm(rows[: layer.experts], axis=1)
+    if not numpy.isfinite(norms).all():
+        bad = int(numpy.flatnonzero(~numpy.isfinite(norms))[0])
+        raise CannotApply(
+            f"{weight.name}: the row of expert {bad} holds a number that is none", weight.name, "give a keep list"
+        )
+    return [float(value) for value in norms]
 
 
 def rows_without_expert(draft: Draft, name: str, ids: Sequence[int]) -> int:

@@ -16,6 +16,7 @@ from surgery.errors import CannotApply, Problems, UsageError
 from surgery.families.carrying import replaced_section, stage_kinds
 from surgery.families.config_fields import holds, read, with_fields
 from surgery.families.expert_names import MTP_COUNT
+from surgery.families.mtp_names import is_mtp_name
 from surgery.families.records import find_family, require_family
 from surgery.families.schema import Family
 from surgery.operations.expert_layers import expert_count, expert_layers
@@ -66,6 +67,7 @@ class Graft(
         _judge(draft, family, other, chosen, names)
         grafted = _with_sources(draft, other, chosen, names)
         parts = parts_of(grafted, family, depth)
+        _judge_whole(parts, chosen, other)
         grafted = _counted(grafted, family, parts, other, set(names.values()))
         _judge_experts(grafted, family, depth)
         grafted = listed(grafted, other.config, {new: chosen[old] for old, new in names.items()})
@@ -235,6 +237,31 @@ def _judge_stages(family: Family, config: Config, parts: Parts, other: Checkpoin
                     "config.json",
                     "graft before the trim, in one recipe, or keep layers whose number gives it its kind",
                 )
+
+
+def _judge_whole(parts: Parts, chosen: Mapping[str, StoredTensor], other: Checkpoint) -> None:
+    """A stage comes whole: part of a head is none, and would be counted."""
+    layers = {_above(name) for name in chosen if _is_stage(name, other)} - {""}
+    left = [name for name in other.tensors if _above(name) in layers and name not in chosen]
+    held = {name for names in parts.stages.values() for name in names}
+    left = [name for name in left if name not in held]
+    if left and parts.stages:
+        raise CannotApply(
+            f"{len(left)} tensors of the same MTP stage would be left behind, first {left[0]}",
+            "--tensors",
+            "name the whole stage: part of a head would be counted as one",
+        )
+
+
+def _is_stage(name: str, other: Checkpoint) -> bool:
+    family = find_family(other.config or {})
+    return is_mtp_name(name, family, family.depth(other.config or {}) if family is not None else None)
+
+
+def _above(name: str) -> str:
+    """The numbered layer that a name lies in; "" where it lies in none."""
+    match = re.match(r"^(.*?(?:^|\.)[0-9]+)\.", name)
+    return match[1] if match is not None else ""
 
 
 def _judge_experts(draft: Draft, family: Family, depth: int) -> None:

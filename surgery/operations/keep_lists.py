@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from surgery.errors import CannotApply, UsageError
+from surgery.errors import CannotApply, SourceError, UsageError
 from surgery.operations.expert_layers import ExpertLayer
+from surgery.storage import read_bytes
 
 Keep = dict[str, list[int]]
 METRICS = {
@@ -24,16 +25,32 @@ METRICS = {
 """Metric -> the stored sum, and the sum that divides it. REAP is the mean of gate weight times output norm."""
 
 
+_MAX_NBYTES = 256 << 20
+
+
+def _text(path: Path, what: str, mend: str) -> str:
+    """The text of a regular file of a sane size. Raises `UsageError`."""
+    try:
+        return read_bytes(path, _MAX_NBYTES).decode("utf-8-sig")
+    except SourceError as error:
+        raise UsageError(f"cannot read the {what}: {error.what}", str(path), mend) from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"cannot read the {what}: {error}", str(path), mend) from error
+
+
+def is_ranking(path: Path) -> bool:
+    """Whether a file has an object a line, as vLLM-Ascend's full rankings of the experts do."""
+    lines = [line for line in _text(path, "keep list", "name a JSON file").splitlines() if line.strip()]
+    return len(lines) > 1 and all(line.lstrip().startswith("{") and line.rstrip().endswith("}") for line in lines)
+
+
 def read_keep(path: Path) -> Keep:
     """A keep list: ours, the report that llm-compressor writes (layer module -> kept ids), or vLLM-Ascend's JSONL of
     rankings (`{"0": [...]}` a line). Raises `UsageError`."""
-    try:
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read the keep list: {error}", str(path), "name a JSON file") from error
+    text = _text(path, "keep list", "name a JSON file")
     try:
         document = json.loads(text, object_pairs_hook=_unique)
-    except ValueError:
+    except (ValueError, RecursionError):
         document = _lines(text, path)
     if isinstance(document, dict) and "experts" in document:
         unknown = sorted(set(document) - {"format", "experts"})
@@ -53,9 +70,10 @@ def read_scores(given: str) -> tuple[Literal["scores", "router-norm", "first"], 
         return "router-norm", {}
     if given == "first":
         return "first", {}
+    text = _text(Path(given), "scores", "name a scores file, router-norm or first")
     try:
-        document = json.loads(Path(given).read_text("utf-8"))
-    except (OSError, ValueError) as error:
+        document = json.loads(text, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
         raise UsageError(
             f"cannot read the scores: {error}", given, "name a scores file, router-norm or first"
         ) from error
@@ -71,7 +89,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise UsageError(f"the key {key!r} is there twice", "keep list", "each layer once")
+            raise UsageError(f"the key {key!r} is there twice", "the file given", "each layer once")
         found[key] = value
     return found
 
@@ -81,7 +99,7 @@ def _lines(text: str, path: Path) -> dict[str, Any]:
     for line in filter(str.strip, text.splitlines()):
         try:
             entry = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"neither JSON nor lines of JSON: {error}", str(path), "check the file") from error
         if not isinstance(entry, dict) or set(entry) & set(merged):
             raise UsageError("a line is no object, or names a layer again", str(path), "one object a line")
@@ -141,11 +159,18 @@ def metric_values(sums: Mapping[str, Any], metric: str, where: str) -> list[floa
 
 
 def _numbers(values: Any, field: str, where: str) -> list[float]:
-    if isinstance(values, list) and all(
-        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) for value in values
-    ):
+    if isinstance(values, list) and all(_is_sum(value) for value in values):
         return [float(value) for value in values]
     raise CannotApply(f"{where} has no {field}, a list of numbers", "--scores", "observe again")
+
+
+def _is_sum(value: object) -> bool:
+    """A number that a sum of norms or counts can be."""
+    try:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return number and math.isfinite(float(value)) and float(value) >= 0  # type: ignore[arg-type]
+    except OverflowError:
+        return False
 
 
 def best(scores: Sequence[float], count: int, groups: int, protected: Sequence[int], where: str) -> list[int]:
@@ -154,6 +179,11 @@ def best(scores: Sequence[float], count: int, groups: int, protected: Sequence[i
     Ties go to the lower id. Raises `CannotApply` where the protected ones do not fit.
     """
     size = len(scores)
+    outside = [each for each in protected if not 0 <= each < size]
+    if outside:
+        raise CannotApply(
+            f"{where}: no expert {outside[0]} to protect; it has 0 to {size - 1}", "--protect", "correct it"
+        )
     if count > size or size % groups or count % groups:
         raise CannotApply(
             f"{where}: {count} of {size} experts in {groups} routing groups: each group must keep equally many",

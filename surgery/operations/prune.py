@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
@@ -38,6 +39,8 @@ class Prune(
     """`keep`: ids by the source's layer prefix; the order given is the new order. Or `choose` by `scores` (sums by
     layer prefix, as `observe` stores them), `router-norm` or `first`: so many `experts`, or all but the `ratio`.
 
+    With `keep` and a number of experts the lists are rankings, the best first; a `ranking` needs such a number.
+
     `metric` says which number of the scores counts; `protect` ids that stay whatever their score. `mtp_experts`: what
     becomes of the experts of an MTP head: `prune` them by a list of their own, keep the `full` width, `drop` the head.
     """
@@ -49,6 +52,7 @@ class Prune(
     experts: int = 0
     ratio: float = 0.0
     protect: Keep = {}
+    ranking: bool = False
     mtp_experts: Policy = ""
     for_tp: int = 0
     for_ep: int = 0
@@ -58,10 +62,12 @@ class Prune(
         """This operation with the keep list that its scores choose, and the scores that chose it."""
         if bool(self.keep) == bool(self.choose):
             raise UsageError("either a keep list or scores choose what stays", "prune", "give --keep or --scores")
-        if not self.choose:
-            return self
+        if self.experts < 0 or self.for_tp < 0 or self.for_ep < 0:
+            raise UsageError("a count below zero", "prune", "counts are 1 or more")
         family, layers = _layers_of(draft)
         assert draft.config is not None
+        if not self.choose:
+            return self._first_of(layers)
         groups = group_count(family.section(draft.config)[1])
         values = self._values(draft, layers)
         if not values:
@@ -83,6 +89,27 @@ class Prune(
             self, keep=keep, choose="", scores={}, experts=0, ratio=0.0, protect={}, chosen_by=chosen_by
         )
 
+    def _first_of(self, layers: Sequence[ExpertLayer]) -> Prune:
+        """The keep list as it is, or so many of each ranking; protected experts are among them, or it is refused."""
+        counted = bool(self.experts) or bool(self.ratio)
+        keep = by_layer(self.keep, layers)
+        sizes = {layer.source: layer.experts for layer in layers}
+        if self.ranking and not counted and all(len(ids) == sizes[source] for source, ids in keep.items()):
+            raise UsageError(
+                "the file ranks the experts, and nobody says how many stay", "--keep", "add --experts 64 or --ratio 0.5"
+            )
+        if counted:
+            keep = {source: sorted(ids[: self._count(sizes[source])]) for source, ids in keep.items()}
+        for source, ids in (by_layer(self.protect, layers) if self.protect else {}).items():
+            missing = [each for each in ids if each not in keep.get(source, [])]
+            if missing:
+                raise CannotApply(
+                    f"{source}: expert {missing[0]} is protected, and the list does not keep it",
+                    "--protect",
+                    "correct one",
+                )
+        return msgspec.structs.replace(self, keep=keep, experts=0, ratio=0.0, protect={}, ranking=False)
+
     def _count(self, before: int) -> int:
         if bool(self.experts) == bool(self.ratio):
             raise UsageError("how many stay?", "prune", "give --experts 64, or --ratio 0.5 (the share that goes)")
@@ -90,7 +117,7 @@ class Prune(
             return self.experts
         if not 0 < self.ratio < 1:
             raise UsageError(f"the ratio is {self.ratio}; a share between 0 and 1 goes", "--ratio", "0.5 takes half")
-        return before - int(before * self.ratio)
+        return before - math.floor(before * self.ratio + 1e-9)
 
     def _values(self, draft: Draft, layers: Sequence[ExpertLayer]) -> dict[str, list[float]]:
         if self.choose == "first":
@@ -116,7 +143,7 @@ class Prune(
         assert draft.config is not None
         pruned = [layer for layer in layers if not (layer.is_mtp and policy == "full")]
         after = _judge(keep, pruned, group_count(family.section(draft.config)[1]))
-        before = pruned[0].experts
+        before = next(layer.experts for layer in pruned if not layer.is_mtp)
         config, changes, notes = pruned_config(draft.config, family, before, after)
         tensors, gone = _pruned_tensors(draft, pruned, keep)
         move = _module_move(pruned, keep)
@@ -138,6 +165,12 @@ class Prune(
     def _policy(self, family: Family, draft: Draft, heads: Sequence[ExpertLayer], keep: Keep) -> Policy:
         if not heads:
             return ""
+        if self.mtp_experts == "full" and any(layer.source in self.keep for layer in heads) and not self.chosen_by:
+            raise CannotApply(
+                f"the list names experts of the head {heads[0].source}, which would keep all of them",
+                "--mtp-experts full",
+                "leave the head out of the list, or choose prune",
+            )
         covered = all(layer.source in keep for layer in heads)
         if self.mtp_experts in ("", "prune") and not covered:
             raise CannotApply(
