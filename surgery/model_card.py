@@ -27,7 +27,7 @@ def model_card(
         "# Edited checkpoint",
         "",
         "Made from another checkpoint by [surgery](https://pypi.org/project/checkpoint-surgery/); "
-        "tensors are byte-identical copies, but for those that `surgery.json` records with a kernel (ids, wider floats). It "
+        "tensors are byte-identical copies, but for those that `surgery.json` records with a kernel. It "
         "has every tensor's checksum and source.",
         "",
     ]
