@@ -29,6 +29,13 @@ _KDA = Listed(
 )
 _KDA_LIST = Listed("linear_attn_config.kda_layers", LINEAR, FULL, Always(None), base=1, add=False)
 
+_SWIGLU_LIMITS = (
+    "swiglu_limits",
+    "swiglu_limits_shared",
+    "expert_swiglu_limit_list",
+    "share_expert_swiglu_limit_list",
+)
+
 MORE_HYBRID = (
     Family(
         "bamba",
@@ -40,9 +47,9 @@ MORE_HYBRID = (
     Family(
         "granitemoehybrid",
         ("granitemoehybrid",),
-        "transformers models/granitemoehybrid",
+        "transformers models/granitemoehybrid: layers_block_type is another name of layer_types",
         MODEL_LAYERS,
-        (types(Always(LINEAR)),),
+        (types(PerLayer("layers_block_type", Always(LINEAR), add=False)),),
     ),
     Family(
         "lfm2",
@@ -104,11 +111,12 @@ MORE_HYBRID = (
     Family(
         "bailing_hybrid",
         ("bailing_hybrid",),
-        "transformers models/bailing_hybrid",
+        "transformers models/bailing_hybrid (5.25: a limit of the activation for each layer)",
         MODEL_LAYERS,
         (
             mlp_types(leading("first_k_dense_replace", 2)),
             types(Every("layer_group_size", FULL, LINEAR, period=6)),
+            *(fact(field, PerLayer(field, Always(None), add=False)) for field in _SWIGLU_LIMITS),
         ),
         mtp=Mtp(behind=True, counts=("num_mtp_layers", "num_nextn_predict_layers")),
         outside=("model.word_embeddings", "model.norm"),

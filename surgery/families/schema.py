@@ -116,7 +116,7 @@ class Mtp:
 
     behind: bool = False
     prefixes: tuple[str, ...] = ()
-    counts: tuple[str, ...] = ("num_nextn_predict_layers",)
+    counts: tuple[str, ...] = ("num_nextn_predict_layers", "num_mtp_layers")
     sublayers: str = ""
     experts_field: str = ""
     same_kind: tuple[str, ...] = ()

@@ -17,7 +17,7 @@ from surgery.operations.trim_tensors import Parts, layer_move
 from surgery.quantization import is_numbered, named_in, unlisted_texts
 from surgery.quantization_schemes import Modules, modules_of
 
-_PER_LAYER_NAME = re.compile(r"layer|_types|pattern|freq|ratios|block")
+_PER_LAYER_NAME = re.compile(r"layer|_types|pattern|freq|ratios|block|limits")
 _LONG_LIST = 8
 """A list of the model's depth says something of each layer for certain only where the depth is no usual length."""
 
