@@ -18,7 +18,7 @@ from surgery.checkpoint import Checkpoint
 from surgery.errors import Finding, SourceError, printable
 from surgery.families.generic import generic_family
 from surgery.families.mtp_names import is_mtp_name
-from surgery.families.records import find_family
+from surgery.families.records import family_named, find_family
 from surgery.layouts.detection import with_ranks
 from surgery.legality import Legality, legality
 from surgery.manifest import MANIFEST_NAME
@@ -42,7 +42,8 @@ class Question(msgspec.Struct):
 
 
 class CheckReport(msgspec.Struct):
-    """`witness`: the class and library that the skeleton was built with, empty where none was."""
+    """`witness`: the class and library that the skeleton was built with, empty where none was. `verdict` is the worst
+    of the questions'."""
 
     directory: str
     witness: str
@@ -50,28 +51,34 @@ class CheckReport(msgspec.Struct):
     legality: Legality | None
     findings: list[Finding]
 
-    @property
-    def failed(self) -> bool:
-        return any(question.verdict == "failed" for question in self.questions)
+    verdict: Answer = "passed"
 
-    @property
-    def unverified(self) -> bool:
-        return any(question.verdict == "unverified" for question in self.questions)
+    def __post_init__(self) -> None:
+        answers = {question.verdict for question in self.questions}
+        self.verdict = "failed" if "failed" in answers else "unverified" if "unverified" in answers else "passed"
 
 
 def check(
-    directory: Path, *, against: Path | None = None, for_tp: int = 0, for_ep: int = 0, allow_outside_links: bool = False
+    directory: Path,
+    *,
+    against: Path | None = None,
+    for_tp: int = 0,
+    for_ep: int = 0,
+    named: str = "",
+    allow_outside_links: bool = False,
 ) -> CheckReport:
     """Judge `directory`; with `against`, also that each layer is what the layer it came from was (its manifest's map).
+    `named` is a model type whose record and class are taken for a config of another.
 
     Raises `SourceError` where there is no directory, or nothing in it to judge.
     """
     if not directory.is_dir():
-        raise SourceError("no such directory", str(directory), "name a checkpoint directory as DIR")
+        what = "not a directory" if directory.exists() else "no such directory"
+        raise SourceError(what, str(directory), "name a checkpoint directory as DIR")
     checkpoint, ranks = with_ranks(Checkpoint.survey(directory.resolve(), allow_outside_links=allow_outside_links))
     if not checkpoint.files and checkpoint.config is None:
         raise SourceError("there is nothing to judge: no weights, no config", str(directory), "name a checkpoint")
-    checking = _Checking(checkpoint)
+    checking = _Checking(checkpoint, named)
     checking.run()
     if ranks is not None:
         told = f"{ranks.ranks} ranks of layout {ranks.layout} are an engine's own: merge them to have them judged"
@@ -87,10 +94,11 @@ def check(
 class _Checking:
     """The state of one check."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, named: str) -> None:
         self._checkpoint = checkpoint
         self._config: Mapping[str, Any] = checkpoint.config or {}
-        self._family = find_family(self._config)
+        self._family = family_named(self._config, named) if named else find_family(self._config)
+        self._native = (self._family.native if self._family is not None else "") or named
         self.questions: list[Question] = []
         self.findings: list[Finding] = []
         self.witness = ""
@@ -102,10 +110,10 @@ class _Checking:
                 files.add(finding)
         self._ask("files", files, f"{len(self._checkpoint.files)} files, {len(self._checkpoint.tensors):,} tensors")
         if self._checkpoint.config is None:
-            self.questions.append(Question("config", "unverified", "there is no config.json that can be read"))
+            self._ask_config()
             return
         loading = Findings()
-        verdict = check_loading(self._checkpoint, loading, mtp_both_ways=True)
+        verdict = check_loading(self._checkpoint, loading, self._family, mtp_both_ways=True)
         told = "layers, counts, lists, experts, ties, MTP: " + (self._family.name if self._family else "no record")
         self._ask(
             "config and headers",
@@ -124,6 +132,16 @@ class _Checking:
         answer: Answer = "failed" if findings.faults else "unverified" if unverified else "passed"
         self.questions.append(Question(question, answer, unverified if answer == "unverified" else told))
         self.findings += findings.kept
+
+    def _ask_config(self) -> None:
+        """Without a config there is nothing that the checkpoint could be: no question that might stay open."""
+        absent = Findings()
+        if not any(finding.kind == "config" for finding in self._checkpoint.findings):
+            absent.fault(
+                "config", "there is no config.json", "config.json", "put the model's config beside its weights"
+            )
+        self.findings += absent.kept
+        self.questions.append(Question("config", "failed", "there is no config.json that can be read"))
 
     def _check_packing(self, weights: Unpacked) -> None:
         findings = Findings()
@@ -155,11 +173,10 @@ class _Checking:
             for question in ("names", "shapes", "dtypes"):
                 self.questions.append(Question(question, "unverified", f"the weights are packed as {unread}"))
             return
-        native = self._family.native if self._family is not None else ""
         stages = [name for name in weights.weights if self._is_stage(name)]
         given = {name: weight for name, weight in weights.weights.items() if name not in set(stages)}
         try:
-            skeleton = build(self._config, native)
+            skeleton = build(self._config, self._native)
             demanded = skeleton.dtypes()
             told = load(skeleton, {name: (weight.dtype, weight.shape) for name, weight in given.items()})
         except NoSkeleton as error:
@@ -230,7 +247,7 @@ class _Checking:
             return
         findings = Findings()
         try:
-            before, after = build(old, family.native), build(self._config, family.native)
+            before, after = build(old, self._native), build(self._config, self._native)
         except NoSkeleton as error:
             self._cannot_compare(str(error))
             return

@@ -13,17 +13,22 @@ from typing import Any
 
 import msgspec
 
-from surgery.config_reading import count_of, setting, text_section
+from surgery.config_reading import count_of, is_count, setting, text_section
+from surgery.families.expert_names import COUNTS
 from surgery.packed_weights import COMPANIONS
 
 _CUT = re.compile(
     r"\.(?:q_proj|k_proj|v_proj|o_proj|qkv_proj|gate_proj|up_proj|down_proj|gate_up_proj|w1|w2|w3|q_b_proj|kv_b_proj"
-    r"|query_key_value|dense_h_to_4h|dense_4h_to_h|wq_b|wo_b|in_proj|out_proj|fc1|fc2|c_fc)\b|(?:embed_tokens|lm_head"
-    r"|^embed|^head|wte)\.|\.experts\."
+    r"|query_key_value|dense_h_to_4h|dense_4h_to_h|wq_b|wo_b|in_proj|out_proj|fc1|fc2|c_fc|c_attn|c_proj)\b"
+    r"|(?:SelfAttention|EncDecAttention)\.[qkvo]\.|\.(?:wi|wi_0|wi_1|wo)\.|(?:embed_tokens|lm_head|^embed|^head|wte"
+    r"|^shared)\.|\.experts\."
 )
 _KEY_VALUE = re.compile(r"\.(?:k_proj|v_proj)\.")
 _EXPERT = re.compile(r"\.experts\.")
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+_STACK_HEADS = ("encoder_attention_heads", "decoder_attention_heads")
+_WIDTHS = ("intermediate_size", "ffn_hidden_size", "n_inner", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_dim")
+_TOWERS = ("vision_config", "vit_config", "audio_config")
 
 
 Sized = tuple[str, tuple[int, ...], int]
@@ -52,6 +57,7 @@ def legality(
     _judge_widths(config, tensor_parallel, expert_parallel, found)
     _judge_experts(config, tensor_parallel, expert_parallel, found)
     _judge_vocabulary(config, tensor_parallel, found)
+    _judge_towers(config, tensor_parallel, found)
     found.rank_nbytes = _rank_nbytes(config, tensors, tensor_parallel, expert_parallel)
     return found
 
@@ -61,11 +67,12 @@ def _works(size: int, limit: int) -> str:
 
 
 def _judge_heads(config: Mapping[str, Any], ranks: int, found: Legality) -> None:
-    heads = count_of(config, "num_attention_heads", "n_head", "n_heads", "num_heads")
-    if heads is not None and heads.value % ranks:
-        found.reasons.append(
-            f"{heads.field} is {heads.value}, not divisible by {ranks}; {_works(heads.value, max(ranks, 16))} would do"
-        )
+    for heads in (count_of(config, *_HEADS), *(count_of(config, field) for field in _STACK_HEADS)):
+        if heads is not None and heads.value % ranks:
+            found.reasons.append(
+                f"{heads.field} is {heads.value}, not divisible by {ranks}; {_works(heads.value, max(ranks, 16))} "
+                "would do"
+            )
     shared = count_of(config, "num_key_value_heads", "n_head_kv", "num_kv_heads")
     if shared is None or setting(config, "kv_lora_rank") is not None:
         return  # Latent attention has no heads of its own in the cache.
@@ -140,7 +147,7 @@ def _group(config: Mapping[str, Any]) -> tuple[int, str]:
 
 def _judge_widths(config: Mapping[str, Any], ranks: int, experts: int, found: Legality) -> None:
     block = _block(config)
-    fields = ["intermediate_size", "ffn_hidden_size", "n_inner"]
+    fields = list(_WIDTHS)
     if experts == 1:
         fields += ["moe_intermediate_size", "expert_ffn_hidden_size"]
     shared = setting(config, "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
@@ -170,11 +177,11 @@ def _block(config: Mapping[str, Any]) -> int:
 
 
 def _judge_experts(config: Mapping[str, Any], ranks: int, experts: int, found: Legality) -> None:
-    counted = count_of(config, *_EXPERT_COUNTS)
+    counted = count_of(config, *COUNTS)
     if experts == 1:
         return
-    if counted is None:
-        found.reasons.append("the config counts no experts")
+    if counted is None or not counted.value:
+        found.notes.append("the config counts no experts: expert parallelism has nothing to deal")
     elif counted.value % experts:
         found.reasons.append(
             f"{counted.field} is {counted.value}, not divisible by {experts}; "
@@ -187,6 +194,24 @@ def _judge_vocabulary(config: Mapping[str, Any], ranks: int, found: Legality) ->
     if rows is not None and rows.value % (64 * ranks):
         padded = -(-rows.value // (64 * ranks)) * 64 * ranks
         found.notes.append(f"vocab_size {rows.value} is padded to {padded} rows (vLLM: a multiple of 64 a rank)")
+
+
+def _judge_towers(config: Mapping[str, Any], ranks: int, found: Legality) -> None:
+    """Towers may be cut or run whole on every rank (vLLM: `--mm-encoder-tp-mode data`): told, and never a refusal."""
+    for name in _TOWERS if ranks > 1 else ():
+        section = config.get(name)
+        if not isinstance(section, dict):
+            continue
+        heads = next(
+            ((field, section[field]) for field in (*_HEADS, *_STACK_HEADS) if is_count(section.get(field))), None
+        )
+        if heads is None:
+            found.notes.append(f"{name}: its tower was not looked at, nothing counts its heads")
+        elif heads[1] % ranks:
+            found.notes.append(
+                f"{name}.{heads[0]} is {heads[1]}, not divisible by {ranks}: this tower runs whole on every rank "
+                "(vLLM: --mm-encoder-tp-mode data)"
+            )
 
 
 def _rank_nbytes(config: Mapping[str, Any], tensors: Iterable[Sized], ranks: int, experts: int) -> int:

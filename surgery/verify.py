@@ -18,6 +18,7 @@ import msgspec
 from surgery.checkpoint import Checkpoint
 from surgery.draft import Partition
 from surgery.errors import Finding, SourceError, UsageError
+from surgery.families.records import find_family
 from surgery.manifest import MANIFEST_NAME
 from surgery.verifying.integrity import PARTIAL_NAME, Integrity
 from surgery.verifying.loading import check_loading
@@ -122,7 +123,8 @@ class _Verification:
             )
         partition = _partition(reader)
         if partition is None:
-            loading = check_loading(checkpoint, self._loading)
+            family = find_family(checkpoint.config) if checkpoint.config is not None else None
+            loading = check_loading(checkpoint, self._loading, family)
         else:
             told = f"names and shapes: {partition.ranks} ranks of layout {partition.layout} are an engine's own"
             loading = Verdict("unverified", [told])

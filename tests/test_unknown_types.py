@@ -50,7 +50,7 @@ def test_a_field_that_may_say_what_layers_are_needs_a_witness(tiny_model, tmp_pa
     assert result.returncode == 2
     assert field in result.stderr
     assert "--witness skeleton" in result.stderr
-    assert "--as FAMILY" in result.stderr
+    assert "--as TYPE" in result.stderr
     none = support.run_surgery("trim", source, tmp_path / "out", "--layers", "1,3", "--witness", "skeleton")
     assert none.returncode == 2
     assert "has no class for model_type 'no_such_type'" in none.stderr
@@ -81,7 +81,8 @@ def test_a_named_record_takes_the_responsibility(tiny_model, tmp_path):
     assert torch.equal(tiny_models.logits(tiny_models.load_strict(tmp_path / "out")), wanted)
     typo = support.run_surgery("trim", source, tmp_path / "no", "--layers", "1,4", "--as", "deepseek_3")
     assert typo.returncode == 2
-    assert "there is no record 'deepseek_3'" in typo.stderr
+    assert "there is no record of the model type 'deepseek_3'" in typo.stderr
+    assert "did you mean deepseek_v3" in typo.stderr
 
 
 @pytest.mark.parametrize("family", ["gemma2", "qwen3_next", "deepseek_v3"])

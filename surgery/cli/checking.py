@@ -86,6 +86,7 @@ def verify_command(
 @click.option("--against", "source", metavar="SRC", help="Also: each layer is what the layer of SRC it came from was.")
 @click.option("--for-tp", type=click.IntRange(1, 4096), help="Can it run on so many tensor-parallel ranks?")
 @click.option("--for-ep", type=click.IntRange(1, 4096), help="Can its experts be dealt to so many ranks?")
+@click.option("--as", "named", metavar="TYPE", help="Take the record and the class of another model type.")
 @click.option("--allow-unverified", is_flag=True, help="Exit 0 also where a question could not be answered.")
 @click.option("--allow-outside-links", is_flag=True, help="Follow links that leave DIR.")
 @click.option("--json", "as_json", is_flag=True, help="The report as one JSON document on stdout.")
@@ -96,6 +97,7 @@ def check_command(
     source: str | None,
     for_tp: int | None,
     for_ep: int | None,
+    named: str | None,
     allow_unverified: bool,
     allow_outside_links: bool,
     as_json: bool,
@@ -109,7 +111,8 @@ def check_command(
       surgery check DIR
       surgery check DIR --for-tp 2 --json
 
-    Exit 0: all passed; 1: something failed, or could not be answered; 3: there is nothing to judge.
+    Exit 0: all passed; 1: something failed, or could not be answered (without --allow-unverified); 3: there is
+    nothing to judge.
     """
     against = local_path(source) if source is not None else None
     report = check(
@@ -117,11 +120,12 @@ def check_command(
         against=against,
         for_tp=for_tp or 0,
         for_ep=for_ep or 0,
+        named=named or "",
         allow_outside_links=allow_outside_links,
     )
     if as_json:
         emit_json(report)
     else:
         emit(check_text(report))
-    if report.failed or (report.unverified and not allow_unverified):
+    if report.verdict == "failed" or (report.verdict == "unverified" and not allow_unverified):
         context.exit(EXIT_FINDINGS)

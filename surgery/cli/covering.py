@@ -24,9 +24,12 @@ from surgery.operations.trim_tensors import parts_of
 @click.option(
     "--for", "reader", type=click.Choice(["transformers", "vllm"]), help="What this program reads; both else."
 )
+@click.option("--as", "named", metavar="TYPE", help="Take the word of another model type's record.")
 @click.option("--json", "as_json", is_flag=True, help="Selection and table as one JSON document on stdout.")
 @add_options(SOURCE_OPTIONS)
-def cover_command(src: str, need: str | None, reader: str | None, as_json: bool, **source_options: Any) -> None:
+def cover_command(
+    src: str, need: str | None, reader: str | None, named: str | None, as_json: bool, **source_options: Any
+) -> None:
     """The fewest layers of SRC that keep every kind: the selection on stdout, the table on stderr. Writes nothing.
 
     \b
@@ -37,7 +40,7 @@ def cover_command(src: str, need: str | None, reader: str | None, as_json: bool,
     In a shell, --layers "$(surgery cover SRC)" hands the selection to trim.
     """
     draft = draft_of(Checkpoint.open(src, **source_options))
-    family = require_family(draft.config, "cover")
+    family = require_family(draft.config, "cover", named or "")
     assert draft.config is not None
     depth = depth_of(family, draft.config)
     readers = readers_of(family, reader or "")

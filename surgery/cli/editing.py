@@ -75,6 +75,7 @@ def _build_trim(
     return _finished([trim], max_shard_size, dummy, settings)
 
 
+AS_OPTION = click.option("--as", "family", metavar="TYPE", help="Take the word of another model type's record.")
 RANK_OPTIONS = (
     click.option("--for-tp", type=click.IntRange(1), help="Refuse a result that so many ranks cannot cut."),
     click.option("--for-ep", type=click.IntRange(1), help="Refuse a result that so many expert ranks cannot share."),
@@ -89,6 +90,7 @@ def _build_prune(
     ratio: float | None,
     protected: tuple[str, ...],
     mtp_experts: Literal["", "prune", "full", "drop"] | None,
+    family: str | None,
     for_tp: int | None,
     for_ep: int | None,
     max_shard_size: str | None,
@@ -109,6 +111,7 @@ def _build_prune(
         protect={layer: parse_ranges(ids) for layer, ids in pairs.items()},
         ranking=keep is not None and is_ranking(keep),
         mtp_experts=mtp_experts or "",
+        family=family or "",
         for_tp=for_tp or 0,
         for_ep=for_ep or 0,
     )
@@ -180,7 +183,7 @@ trim_command = register(
             show_default=True,
             help="Tables inside layers that are looked up (Engram, n-gram embeddings): keep them, or leave them out.",
         ),
-        click.option("--as", "family", metavar="TYPE", help="Take the word of another model type's record."),
+        AS_OPTION,
         *RANK_OPTIONS,
         *OUTPUT_OPTIONS,
     ),
@@ -220,6 +223,7 @@ prune_command = register(
             type=click.Choice(["prune", "full", "drop"]),
             help="An MTP head's own experts: prune by the list, keep its width, or drop the head.",
         ),
+        AS_OPTION,
         *RANK_OPTIONS,
         *OUTPUT_OPTIONS,
     ),
@@ -231,7 +235,7 @@ prune_command = register(
       surgery prune SRC OUT --scores router-norm --ratio 0.5
 
     With --keep, --experts or --ratio take so many of each list from its front, as of a ranking.
-    A keep list is {"format": 1, "experts": {"model.layers.3": [0, 2, 5]}}: source layers, ids in their new order.
+    A keep list is {"experts": {"model.layers.3": [0, 2, 5]}}: source layers, ids in their new order.
     """,
 )
 

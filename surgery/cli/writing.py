@@ -50,7 +50,7 @@ def make_plan_of(source: str, operations: Sequence[Operation], **source_options:
 def told(plan: Plan) -> Plan:
     """Say what a person should know of a plan before it runs; the whole of it is in the plan's page."""
     for decision in plan.decisions:
-        if decision.rule in ("prune", "graft", "reshard", "ranks"):
+        if decision.rule in ("source", "witness", "prune", "graft", "reshard", "ranks"):
             message(f"note: {decision.what}")
     return plan
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
+
 from surgery.errors import CannotApply, UsageError
 from surgery.families.dense import DENSE
 from surgery.families.encoder_decoder import ENCODER_DECODER
@@ -56,25 +58,28 @@ def family_named(config: Config, name: str) -> Family:
     """The record of the model type `name`, for a config of another. Raises `UsageError` where there is none."""
     found = find_family({**config, "model_type": name})
     if found is None:
-        raise UsageError(f"there is no record {name!r}", "--as", f"name one of {', '.join(known_types())}")
+        known = known_types()
+        near = get_close_matches(name, known, 5, 0.5)
+        mend = f"did you mean {', '.join(near)}?" if near else "name the model_type of a family that is known"
+        raise UsageError(f"there is no record of the model type {name!r}, of {len(known)} known", "--as", mend)
     return found
 
 
-def require_family(config: Config | None, operation: str) -> Family:
-    """As `find_family`; raises `CannotApply` where there is none."""
+def require_family(config: Config | None, operation: str, named: str = "") -> Family:
+    """As `find_family`, or the record of the model type `named`; raises `CannotApply` where there is none."""
     if config is None:
         raise CannotApply(
             "the source has no config.json, so nobody can say what its layers are",
             operation,
             "put the model's config.json beside its weights",
         )
-    family = find_family(config)
+    family = family_named(config, named) if named else find_family(config)
     if family is None:
         raise CannotApply(
             f"model_type {model_type(config)!r} has no family record"
             if model_type(config)
             else "config.json has no model_type, so nobody can say what its layers are",
             operation,
-            "--as FAMILY takes a record's word for it; repack and rename work on any checkpoint",
+            "--as TYPE takes another model type's record for it; repack and rename work on any checkpoint",
         )
     return family

@@ -43,6 +43,7 @@ class Prune(
 
     `metric` says which number of the scores counts; `protect` ids that stay whatever their score. `mtp_experts`: what
     becomes of the experts of an MTP head: `prune` them by a list of their own, keep the `full` width, `drop` the head.
+    `family` takes the word of the record of that model type.
     """
 
     keep: Keep = {}
@@ -57,6 +58,7 @@ class Prune(
     for_tp: int = 0
     for_ep: int = 0
     chosen_by: dict[str, list[float]] = {}
+    family: str = ""
 
     def resolved(self, draft: Draft) -> Prune:
         """This operation with the keep list that its scores choose, and the scores that chose it."""
@@ -64,7 +66,7 @@ class Prune(
             raise UsageError("either a keep list or scores choose what stays", "prune", "give --keep or --scores")
         if self.experts < 0 or self.for_tp < 0 or self.for_ep < 0:
             raise UsageError("a count below zero", "prune", "counts are 1 or more")
-        family, layers = _layers_of(draft)
+        family, layers = _layers_of(draft, self.family)
         assert draft.config is not None
         if not self.choose:
             return self._first_of(layers)
@@ -133,7 +135,7 @@ class Prune(
         }
 
     def apply(self, draft: Draft) -> Draft:
-        family, layers = _layers_of(draft)
+        family, layers = _layers_of(draft, self.family)
         keep = by_layer(self.keep, layers)
         heads = [layer for layer in layers if layer.is_mtp]
         policy = self._policy(family, draft, heads, keep)
@@ -187,8 +189,8 @@ class Prune(
         return self.mtp_experts or "prune"
 
 
-def _layers_of(draft: Draft) -> tuple[Family, list[ExpertLayer]]:
-    family = require_family(draft.config, "prune")
+def _layers_of(draft: Draft, named: str) -> tuple[Family, list[ExpertLayer]]:
+    family = require_family(draft.config, "prune", named)
     assert draft.config is not None
     layers = expert_layers(draft, family, depth_of(family, draft.config))
     if not [layer for layer in layers if not layer.is_mtp]:

@@ -15,6 +15,7 @@ from surgery.families.cover import cover, cover_table
 from surgery.families.schema import Config, Family
 from surgery.layer_ranges import compact_ranges, parse_ranges
 from surgery.operations.memory_tables import without_memory
+from surgery.operations.odd_layers import odd_layers
 from surgery.operations.quantization_carry import carry_files
 from surgery.operations.rank_lint import judged_for_ranks
 from surgery.operations.second_descriptions import carry_second_descriptions
@@ -67,7 +68,7 @@ class Trim(
     def apply(self, draft: Draft) -> Draft:
         family, word = family_for(draft.config, self.family, self.witness, "trim")
         if word:
-            draft = noted(draft, "trim", f"witness: {word}")
+            draft = noted(draft, "witness", word)
         if self.tables == "drop":
             draft = without_memory(draft, family)
         chosen = _by_stack(self.layers, family)
@@ -80,23 +81,26 @@ class Trim(
 
     def _trimmed(self, draft: Draft, family: Family, chosen: str | None) -> Draft:
         """One stack."""
-        assert draft.config is not None
-        depth = depth_of(family, draft.config)
+        config = draft.config
+        assert config is not None
+        depth = depth_of(family, config)
         kept = _kept(chosen, depth) if chosen is not None else list(range(depth))
         parts = parts_of(draft, family, depth)
         stages = list(parts.stages) if self.mtp == "keep" else []
         layers = LayerMap(kept, depth, stages)
+        for odd in odd_layers(draft.tensors, family, config, parts, kept):
+            draft = noted(draft, "source", odd)
         if family.name.startswith("unknown") and self.witness != "skeleton":
             judge_tensors(draft.tensors, parts, layers)
         trimmed = self._configured(draft, family, layers, parts)
         if self.witness == "skeleton":
             assert trimmed.config is not None
-            trimmed = noted(trimmed, "trim", judge_skeleton(draft.config, trimmed.config, family, layers))
+            trimmed = noted(trimmed, "witness", judge_skeleton(config, trimmed.config, family, layers))
         move = layer_move(parts, layers)
         trimmed = carry_files(trimmed, draft.tensors, move, is_numbered, "quantisation list")
         trimmed = carry_second_descriptions(trimmed, move, layers, family.stack.name)
         table = cover_table(
-            family, draft.config, depth, readers_of(family, self.reader), kept, len(parts.stages), len(stages)
+            family, config, depth, readers_of(family, self.reader), kept, len(parts.stages), len(stages)
         )
         trimmed = changed(trimmed, cover=(*trimmed.cover, *table))
         tensors, gone = trimmed_tensors(draft, family, parts, layers)
@@ -118,7 +122,7 @@ class Trim(
         )
         trimmed = changed(draft, config=config, config_changes=(*draft.config_changes, *changes))
         for note in notes:
-            trimmed = noted(trimmed, "trim", note)
+            trimmed = noted(trimmed, "source" if "MTP stage" in note else "trim", note)
         return trimmed
 
 

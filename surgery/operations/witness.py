@@ -13,6 +13,11 @@ from surgery.families.schema import Config, Family
 from surgery.operations.trim_tensors import Parts, split_layer
 from surgery.tiling import Content
 
+_WITNESSES = (
+    "--witness skeleton compares the layers of transformers' class, if it has one; "
+    "--as TYPE takes the word of another model type's record"
+)
+
 
 def family_for(config: Config | None, named: str, witness: str, operation: str) -> tuple[Family, str]:
     """The family that a trim goes by, and in words whose word it is where it is no record's of its own.
@@ -35,7 +40,7 @@ def family_for(config: Config | None, named: str, witness: str, operation: str) 
             f"model_type {model_type(config)!r} has no family record, and {', '.join(fields[:5])} may say what its "
             "layers are",
             operation,
-            "--witness skeleton compares the class's layers (imports transformers), --as FAMILY takes a record's word",
+            _WITNESSES,
         )
     if witness == "skeleton":
         return family, f"{model_type(config)!r} has no record: the class's skeleton bears witness"
@@ -49,7 +54,7 @@ def _derived(config: Config) -> dict[str, Sequence[Any]]:
         return derived_lists(config)
     except NoSkeleton as error:
         raise CannotApply(
-            f"there is no skeleton to bear witness: {error}", "--witness skeleton", "use --as FAMILY"
+            f"there is no skeleton to bear witness: {error}", "--witness skeleton", "use --as TYPE"
         ) from None
 
 
@@ -72,7 +77,7 @@ def judge_tensors(tensors: dict[str, Content], parts: Parts, layers: LayerMap) -
                 f"layer {source} holds other tensors than layer {place}, whose place it would take, and no record says "
                 "whether that is told by the number",
                 "trim",
-                "--witness skeleton compares the class's layers, --as FAMILY takes a record's word",
+                _WITNESSES,
             )
 
 

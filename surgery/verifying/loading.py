@@ -7,7 +7,7 @@ from typing import Any
 
 from surgery.checkpoint import Checkpoint
 from surgery.families.config_fields import read
-from surgery.families.records import find_family, model_type
+from surgery.families.records import model_type
 from surgery.families.schema import Family
 from surgery.layer_ranges import compact_ranges
 from surgery.safetensors_file import StoredTensor
@@ -18,10 +18,13 @@ from surgery.verifying.verdicts import MAX_KEPT_FINDINGS, Findings, Verdict
 
 _MASK = (1 << 64) - 1
 _SHOWN_LAYERS = 20
+_NO_TYPE = "layers: the config has no model_type; `surgery check --as TYPE` names one"
 _QUANTIZED = ("quantization_config", "compression_config")
 
 
-def check_loading(checkpoint: Checkpoint, findings: Findings, *, mtp_both_ways: bool = False) -> Verdict:
+def check_loading(
+    checkpoint: Checkpoint, findings: Findings, family: Family | None, *, mtp_both_ways: bool = False
+) -> Verdict:
     """Judge config against tensor names and shapes. Without a family record only what needs none is judged.
 
     `mtp_both_ways`: stages that the config does not count are a fault too, not only counted ones without tensors.
@@ -31,7 +34,6 @@ def check_loading(checkpoint: Checkpoint, findings: Findings, *, mtp_both_ways: 
         return Verdict("unverified", ["everything: there is no config.json that can be read"])
     if not checkpoint.tensors:
         return Verdict("unverified", ["everything: there are no weights to judge"])
-    family = find_family(config)
     not_looked_at = check_ties(checkpoint, config, findings)
     check_mtp(checkpoint, config, family, findings, both_ways=mtp_both_ways)
     check_stages(checkpoint.tensors, config, family, findings, strict=mtp_both_ways)
@@ -40,7 +42,8 @@ def check_loading(checkpoint: Checkpoint, findings: Findings, *, mtp_both_ways: 
     check_embeddings(checkpoint, config, findings, known_family=family is not None)
     check_code(checkpoint, config, findings, known_family=family is not None)
     if family is None:
-        reason = f"layers: model_type {model_type(config)!r} has no family record yet"
+        kind = model_type(config)
+        reason = f"layers: no record of {kind!r}; `surgery check --as TYPE` takes another's word" if kind else _NO_TYPE
         return Verdict("failed" if findings.faults else "unverified", [reason, *not_looked_at])
     unjudged = _Layers(checkpoint, config, family, findings).check()
     if unjudged is not None:

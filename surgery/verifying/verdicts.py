@@ -44,7 +44,8 @@ class SourceProof(msgspec.Struct):
 
 
 class Report(msgspec.Struct):
-    """One look at one directory. `found` counts every finding by its kind, listed in `findings` or not."""
+    """One look at one directory. `found` counts every finding by its kind, listed in `findings` or not.
+    `verdict` is the worst of integrity, loading and source proof: only "failed" makes exit 1."""
 
     directory: str
     plan: str | None
@@ -55,6 +56,11 @@ class Report(msgspec.Struct):
     counts: Counts
     findings: list[Finding]
     found: dict[str, int]
+    verdict: Answer = "passed"
+
+    def __post_init__(self) -> None:
+        open_still = "unverified" in (self.integrity.verdict, self.loading.verdict)
+        self.verdict = "failed" if self.failed else "unverified" if open_still else "passed"
 
     @property
     def failed(self) -> bool:
